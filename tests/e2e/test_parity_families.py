@@ -220,6 +220,17 @@ def test_two_ranks_agree_and_are_near_one(family):
     require_parity_of_ranks(family[1], PROMPT)
 
 
+@pytest.mark.parametrize(
+    ("name", "groups", "size"),
+    [("granite_hybrid", 1, 2), ("falcon_h1", 1, 2), ("falcon_h1", 2, 4), ("bamba", 2, 4)],
+)
+def test_ranks_that_share_groups_of_mamba_2_are_near_one(tmp_path, name, groups, size):
+    """Of Falcon-H1 with its norm."""
+    norm = {"mamba_rms_norm": True, "mamba_norm_before_gate": False} if name == "falcon_h1" else {}
+    changes = {"mamba_n_groups": groups, "num_key_value_heads": 4} | norm
+    require_parity_of_ranks(write_family(tmp_path, name, **changes), PROMPT, size)
+
+
 @pytest.mark.parametrize("name", ["mixtral", "minimax_m2", "ernie4_5_moe"])
 def test_a_trainer_sends_experts_by_the_names_that_transformers_gives_them(tmp_path, name):
     theirs = random_model(fixed_config(name), seed=1)

@@ -19,6 +19,7 @@ from helpers.checkpoints import (
     write_llama,
     write_safeailab,
 )
+from helpers.families import write_family
 from helpers.gguf_files import write_gguf
 from helpers.harness import request, requests_of
 from helpers.hybrids import hybrid_config, hybrid_tensors, merged_experts, twin_config, twin_tensors
@@ -54,6 +55,7 @@ def files(tmp_path_factory):
     del headless["lm_head.weight"]
     dense, twin = hybrid_config("qwen3_5", **HYBRID), twin_config(**HYBRID)
     experts = hybrid_config("qwen3_next", **HYBRID)
+    one_group = SIZES | {"mamba_n_groups": 1}
     return {
         "llama": write_llama(folder / "llama", **LLAMA),
         "other": write_llama(folder / "other", seed=9, **LLAMA),
@@ -66,6 +68,8 @@ def files(tmp_path_factory):
         ),
         "twin": write_checkpoint(folder / "twin", twin, twin_tensors(twin, seed=6)),
         "nemotron": write_nemotron(folder / "nemotron", seed=4, moe_latent_size=6, **SIZES),
+        "granite": write_family(folder / "granite", "granite_hybrid", **one_group),
+        "falcon": write_family(folder / "falcon", "falcon_h1", **one_group),
     }
 
 
@@ -100,6 +104,8 @@ def truths(files):
         ("experts", "self", 2, 4, 32),
         ("nemotron", "long", 2, 6, 32),
         ("nemotron", "mtp", 3, 3, 16),
+        ("granite", "ngram", 2, 3, 16),
+        ("falcon", "long", 3, 6, 32),
     ],
 )
 def test_the_same_tokens(files, truths, kind, method, steps_in_flight, max_num_seqs, chunk):

@@ -24,6 +24,7 @@ from sametoken.config import DUMMY
 from sametoken.drafters.base import Placement
 from sametoken.drafters.build import load_drafter, needs_of_drafter
 from sametoken.drafters.context import Coupling
+from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.loader import read_config
@@ -130,14 +131,18 @@ def _few_layers(config: dict) -> dict:
 
 
 def step_on_meta(
-    path: Path, spec: SpeculativeConfig | None, max_num_seqs: int, max_len: int
+    path: Path,
+    spec: SpeculativeConfig | None,
+    max_num_seqs: int,
+    max_len: int,
+    parallel: TensorParallel = SINGLE_RANK,
 ) -> Step:
     """The step of a GPU engine for a model's config.json, without memory. In ``recorded``."""
     backend = Backend(TritonKernels(GemmTable(hopper=True)), step_ops, ngram.lookup, suffix.search)
     config, dtype = read_config(path, load_format=DUMMY), torch.bfloat16
     aux_layers = needs_of_drafter(spec, config, dtype, path, DUMMY).aux_layers
     quantization = read_quantization(config.extra, str(path))
-    reader = dummy_reader(path, backend.model, dtype, META, quantization=quantization)
+    reader = dummy_reader(path, backend.model, dtype, META, (), parallel, quantization)
     target = model_class(config.architecture)(config, reader, max_positions=max_len).keeping(
         aux_layers
     )

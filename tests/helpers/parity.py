@@ -89,11 +89,11 @@ def require_parity(ours, theirs, prompt: list[int], chunks: list[int]) -> None:
     assert (Bench(ours).logits(prompt, chunks) - expected).abs().max() < 1e-4
 
 
-def require_parity_of_ranks(path, prompt: list[int]) -> None:
-    """Two ranks have the same bits, near those of one."""
+def require_parity_of_ranks(path, prompt: list[int], size: int = 2) -> None:
+    """Ranks have the same bits, near those of one."""
     whole = Bench(load(path)).logits(prompt, [])
-    first, second = run_ranks(
-        2, lambda parallel: Bench(load(path, parallel=parallel)).logits(prompt, [7])
+    first, *others = run_ranks(
+        size, lambda parallel: Bench(load(path, parallel=parallel)).logits(prompt, [7])
     )
-    assert torch.equal(first, second)
+    assert all(torch.equal(first, other) for other in others)
     torch.testing.assert_close(first, whole, rtol=1e-4, atol=1e-4)

@@ -91,19 +91,19 @@ class StepMemory:
             mixing: as ``most_mixing`` counts it.
             adapted: as ``most_adapted`` counts it.
         """
-        width = dtype.itemsize
+        width, size = dtype.itemsize, config.tensor_parallel_size
         hidden = (_HIDDEN + num_aux_layers) * model.hidden_size * width
         own = model.extra.get("hidden_size_per_layer_input")
         if isinstance(own, int):
             hidden += _LAYER_INPUTS * model.num_layers * own * width
-        mixer = max((_mixer_bytes(cache, model, width) for cache in caches), default=0)
+        mixer = max((_mixer_bytes(cache, model, width, size) for cache in caches), default=0)
         experts = model.extra.get("num_experts_per_tok")
         chosen = experts if isinstance(experts, int) else 0
         returned = chosen * model.num_layers if config.enable_return_routed_experts else 0
         features = (3 * model.intermediate_size + model.hidden_size) * (chosen or 1)
         return cls(
             per_row=_ROW_BYTES + hidden + mixer + adapted + returned * _RETURNED_EXPERT_BYTES,
-            per_sliced_row=ceil(features / config.tensor_parallel_size) * width,
+            per_sliced_row=ceil(features / size) * width,
             per_sampled_row=_LOGITS * model.vocab_size * _FP32,
             max_num_seqs=config.max_num_seqs,
             max_window=config.num_speculative_tokens + 1,
@@ -307,12 +307,15 @@ def require_addressable(
         )
 
 
-def _mixer_bytes(cache: LayerCache, model: ModelConfig, width: int) -> int:
+def _mixer_bytes(cache: LayerCache, model: ModelConfig, width: int, size: int) -> int:
     """Bytes of a row in a layer's token mixer: its projections, what it prepares, its output."""
     if isinstance(cache, Recurrent):
         rule = cache.rule
         raw = rule.conv_channels + sum(rule.gate_sizes)
-        return (raw + 3 * rule.out_features) * width + raw * _FP32
+        # A norm over all ranks' heads, after what is prepared, has two inputs and an output.
+        shared = isinstance(rule, Mamba2) and rule.ranks_per_group > 1
+        whole = 3 * size * rule.out_features * width if shared else 0
+        return (raw + 3 * rule.out_features) * width + max(raw * _FP32, whole)
     if isinstance(cache, LatentKV):
         # Queries before and after their absorption, and values likewise; none is wider.
         return 4 * model.num_heads * cache.width * width

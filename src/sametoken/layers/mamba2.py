@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sametoken.layers.linear import Linear, Projection
+from sametoken.layers.parallel import TensorParallel, gather_columns
 from sametoken.layers.residual import Block, Matrices, kept_of
 from sametoken.ops.backend import AttentionRows, KeptRows, Kernels, LayerKV
 from sametoken.ops.model.mamba2.rule import Mamba2Params
@@ -21,8 +22,10 @@ class Mamba2Mixer(Matrices):
     Attributes:
         projection: fused projection to [z | x | B | C | dt].
         params: weights of the convolution and the rule, and this rank's sizes.
-        norm_weight: [H * P], weight of the norm of ``x * silu(z)`` by groups of heads; None: no
-            norm.
+        parallel: the ranks over whose heads the norm is; a single rank, if none shares a group.
+        norm_weight: weight of the norm of ``x * silu(z)`` by groups of heads, of all heads of
+            ``parallel``; None: no norm.
+        norm_groups: groups of those heads.
         eps: epsilon of that norm.
         output: projection of the heads to the hidden size.
     """
@@ -30,7 +33,9 @@ class Mamba2Mixer(Matrices):
     kernels: Kernels
     projection: Linear
     params: Mamba2Params
+    parallel: TensorParallel
     norm_weight: Tensor | None
+    norm_groups: int
     eps: float
     output: Projection
 
@@ -47,8 +52,11 @@ class Mamba2Mixer(Matrices):
     def _gated(self, read: Tensor, z: Tensor) -> Tensor:
         if self.norm_weight is None:
             return self.kernels.silu_mul(torch.cat((z, read), dim=1))
-        groups = self.params.rule.num_groups
-        return self.kernels.gated_group_norm(read, z, self.norm_weight, groups, self.eps)
+        width = read.shape[1]
+        first = self.parallel.rank * width
+        read, z = (gather_columns(self.parallel, part) for part in (read, z))
+        whole = self.kernels.gated_group_norm(read, z, self.norm_weight, self.norm_groups, self.eps)
+        return whole[:, first : first + width].contiguous()
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ class Part:
         split: how ranks divide the tensor.
         output_sizes: sizes of adjacent row ranges, ``rows`` in total, each divided separately
             among ranks; (): all rows are one range.
+        ranks_per_share: of each range, how many adjacent ranks have the same share; (): one.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Part:
     permutation: Tensor | None = None
     split: Split = Split.WHOLE
     output_sizes: tuple[int, ...] = ()
+    ranks_per_share: tuple[int, ...] = ()
 
     def of_rows(self) -> Part:
         """For what each row has one of: a rank with some columns of all rows keeps all of them."""
@@ -99,16 +101,18 @@ def share_of(part: Part, row_shape: tuple[int, ...], parallel: TensorParallel) -
     rows = adjacent(part.output_sizes or (part.rows,))
     columns = range(row_shape[0] if row_shape else 1)
     if part.split is Split.ROWS:
-        rows = tuple(of_rank(run, parallel) for run in rows)
+        same = part.ranks_per_share or (1,) * len(rows)
+        rows = tuple(of_rank(run, parallel, ranks) for run, ranks in zip(rows, same, strict=True))
     elif part.split is Split.COLUMNS:
         columns = of_rank(columns, parallel)
     return Share(rows, columns, part.permutation)
 
 
-def of_rank(whole: range, parallel: TensorParallel) -> range:
-    """A rank's equal part of a range."""
-    size = len(whole) // parallel.size
-    return whole[parallel.rank * size : (parallel.rank + 1) * size]
+def of_rank(whole: range, parallel: TensorParallel, ranks_per_share: int = 1) -> range:
+    """A rank's equal part of a range, which ``ranks_per_share`` adjacent ranks have."""
+    size = len(whole) * ranks_per_share // parallel.size
+    first = parallel.rank // ranks_per_share * size
+    return whole[first : first + size]
 
 
 def adjacent(counts: tuple[int, ...]) -> tuple[range, ...]:

@@ -23,6 +23,7 @@ from sametoken.models.mamba2 import (
     caches_by_type,
     divided_by_type,
     load_mamba2,
+    shared_by_type,
 )
 from sametoken.ops.backend import RotaryTable
 from sametoken.ops.cache_types import LayerCache, Recurrent
@@ -57,8 +58,13 @@ class BambaForCausalLM(Decoder):
 
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
-        """As ``Decoder.divided_sizes``; Mamba-2 heads are divided with their groups."""
+        """As ``Decoder.divided_sizes``, and of Mamba-2 its heads."""
         return divided_by_type(config, Decoder.divided_sizes(config))
+
+    @staticmethod
+    def shared_sizes(config: ModelConfig) -> dict[str, int]:
+        """As ``Decoder.shared_sizes``: groups of Mamba-2 heads."""
+        return shared_by_type(config)
 
     @classmethod
     def caches_of(

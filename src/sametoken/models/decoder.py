@@ -200,6 +200,11 @@ class Decoder:
             "intermediate_size": config.intermediate_size,
         }
 
+    @staticmethod
+    def shared_sizes(config: ModelConfig) -> dict[str, int]:
+        """Sizes that ranks must divide evenly, or divide the ranks; by key in config.json."""
+        return {}
+
     @classmethod
     def caches_of(
         cls, config: ModelConfig, dtype: torch.dtype, location: str

@@ -105,8 +105,13 @@ class FalconH1ForCausalLM(Decoder):
 
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
-        """As ``Decoder.divided_sizes``; Mamba-2 heads are divided with their groups."""
-        return Decoder.divided_sizes(config) | {"mamba_n_groups": config.extra["n_groups"]}
+        """As ``Decoder.divided_sizes``, and of Mamba-2 its heads."""
+        return Decoder.divided_sizes(config) | {"mamba_n_heads": config.extra["mamba_num_heads"]}
+
+    @staticmethod
+    def shared_sizes(config: ModelConfig) -> dict[str, int]:
+        """As ``Decoder.shared_sizes``: groups of Mamba-2 heads."""
+        return {"mamba_n_groups": config.extra["n_groups"]}
 
     @classmethod
     def caches_of(

@@ -30,6 +30,7 @@ from sametoken.models.mamba2 import (
     caches_by_type,
     divided_by_type,
     load_mamba2,
+    shared_by_type,
     types_of_layers,
 )
 from sametoken.ops.backend import RotaryTable, Routing
@@ -148,7 +149,7 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
 
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
-        """As ``Decoder.divided_sizes``; Mamba-2 heads are divided with their groups."""
+        """As ``Decoder.divided_sizes``, and of Mamba-2 its heads."""
         settings = Settings(config.extra, config.architecture)
         sizes = divided_by_type(config, Decoder.divided_sizes(config))
         sizes["shared_intermediate_size"] = settings.integer("shared_intermediate_size")
@@ -156,6 +157,11 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
             return sizes | {"intermediate_size": settings.integer("moe_intermediate_size")}
         del sizes["intermediate_size"]
         return sizes
+
+    @staticmethod
+    def shared_sizes(config: ModelConfig) -> dict[str, int]:
+        """As ``Decoder.shared_sizes``: groups of Mamba-2 heads."""
+        return shared_by_type(config)
 
     @classmethod
     def caches_of(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError
 from sametoken.layers.mamba2 import Mamba2Mixer
+from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import attention_cache
 from sametoken.models.layer_types import FULL, LINEAR
@@ -56,7 +57,13 @@ def divided_by_type(config: ModelConfig, sizes: dict[str, int]) -> dict[str, int
     types = Settings(config.extra, config.architecture).names("layer_types")
     if FULL not in types:
         sizes = {key: size for key, size in sizes.items() if not key.endswith("_heads")}
-    return sizes | ({"mamba_n_groups": config.extra["n_groups"]} if LINEAR in types else {})
+    return sizes | ({"mamba_n_heads": config.extra["mamba_num_heads"]} if LINEAR in types else {})
+
+
+def shared_by_type(config: ModelConfig) -> dict[str, int]:
+    """``Decoder.shared_sizes`` of the types of layers that there are."""
+    types = Settings(config.extra, config.architecture).names("layer_types")
+    return {"mamba_n_groups": config.extra["n_groups"]} if LINEAR in types else {}
 
 
 def bamba_sizes(settings: Settings, inner: int | None = None) -> dict[str, Any]:
@@ -152,16 +159,26 @@ def caches_by_type(
 
 
 def load_mamba2(config: ModelConfig, weights: WeightReader, prefix: str) -> Mamba2Mixer:
-    """Load the Mamba-2 block at ``prefix``; ranks divide its heads with their groups."""
+    """Load the Mamba-2 block at ``prefix``; ranks divide its heads, and its groups if they can."""
     settings, hidden = Settings(config.extra, weights.source.location), config.hidden_size
     rule, rows = mamba2_rule(settings), Split.ROWS
-    sizes = (rule.out_features, *rule.xbc_sizes, rule.num_heads)
+    own = rule.divided(weights.parallel.size)
+    sizes, ranks = (rule.out_features, *rule.xbc_sizes, rule.num_heads), own.ranks_per_group
     conv = Part(
-        f"{prefix}.conv1d.weight", rule.conv_channels, split=rows, output_sizes=rule.xbc_sizes
+        f"{prefix}.conv1d.weight",
+        rule.conv_channels,
+        split=rows,
+        output_sizes=rule.xbc_sizes,
+        ranks_per_share=(1, ranks, ranks),
     )
     bias = replace(conv, name=f"{prefix}.conv1d.bias")
     has_bias = bool(settings.get("use_bias", False))
-    norm = Part(f"{prefix}.norm.weight", rule.out_features, split=rows)
+    # A norm reads whole groups.
+    over: TensorParallel = SINGLE_RANK
+    split, groups = rows, own.num_groups
+    if ranks > 1:
+        over, split, groups = weights.parallel, Split.WHOLE, rule.num_groups
+    norm = Part(f"{prefix}.norm.weight", rule.out_features, split=split)
 
     def by_head(name: str) -> Tensor:
         return weights.tensor(
@@ -169,7 +186,7 @@ def load_mamba2(config: ModelConfig, weights: WeightReader, prefix: str) -> Mamb
         )
 
     params = Mamba2Params(
-        rule.divided(weights.parallel.size),
+        own,
         A_log=by_head("A_log"),
         D=by_head("D"),
         dt_bias=by_head("dt_bias"),
@@ -177,12 +194,20 @@ def load_mamba2(config: ModelConfig, weights: WeightReader, prefix: str) -> Mamb
         conv_bias=weights.tensor(bias) if settings.get("use_conv_bias", True) else None,
         time_step_limit=time_step_limit(settings),
     )
-    into = Part(f"{prefix}.in_proj", sum(sizes), split=rows, output_sizes=sizes)
+    into = Part(
+        f"{prefix}.in_proj",
+        sum(sizes),
+        split=rows,
+        output_sizes=sizes,
+        ranks_per_share=(1, 1, ranks, ranks, 1),
+    )
     return Mamba2Mixer(
         weights.kernels,
         projection=weights.linear(hidden, into, bias=has_bias),
         params=params,
+        parallel=over,
         norm_weight=weights.tensor(norm) if settings.get("mamba_rms_norm", True) else None,
+        norm_groups=groups,
         eps=config.rms_norm_eps,
         output=weights.row_parallel(
             rule.out_features,

@@ -265,7 +265,7 @@ class NemotronHForCausalLM(Decoder):
 
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
-        """As ``Decoder.divided_sizes``; Mamba-2 heads are divided with their groups."""
+        """As ``Decoder.divided_sizes``, and of Mamba-2 its heads."""
         settings = Settings(config.extra, config.architecture)
         sizes: dict[str, int] = {}
         types = settings.names("layer_types")
@@ -273,7 +273,7 @@ class NemotronHForCausalLM(Decoder):
             sizes |= Decoder.divided_sizes(config)
             del sizes["intermediate_size"]
         if MAMBA in types:
-            sizes["n_groups"] = settings.integer("n_groups")
+            sizes["mamba_num_heads"] = settings.integer("mamba_num_heads")
         if MLP in types:
             sizes["intermediate_size"] = config.intermediate_size
         for index, kind in enumerate(types):
@@ -282,6 +282,13 @@ class NemotronHForCausalLM(Decoder):
                 for key in ("moe_intermediate_size", "moe_shared_expert_intermediate_size"):
                     sizes[key] = math.gcd(sizes.get(key, 0), of_layer.integer(key))
         return sizes
+
+    @staticmethod
+    def shared_sizes(config: ModelConfig) -> dict[str, int]:
+        """As ``Decoder.shared_sizes``: groups of Mamba-2 heads."""
+        settings = Settings(config.extra, config.architecture)
+        types = settings.names("layer_types")
+        return {"n_groups": settings.integer("n_groups")} if MAMBA in types else {}
 
     @classmethod
     def caches_of(

@@ -126,8 +126,12 @@ def require_divisible(config: ModelConfig, size: int) -> None:
     """
     if size == 1:
         return
-    for name, count in model_class(config.architecture).divided_sizes(config).items():
+    model = model_class(config.architecture)
+    for name, count in model.divided_sizes(config).items():
         _require_multiple(name, count, size, size)
+    for name, count in model.shared_sizes(config).items():
+        if size % count:
+            _require_multiple(name, count, size, size)
     _require_multiple("vocab_size", config.vocab_size, size * _VOCABULARY_UNIT, size)
 
 

@@ -32,6 +32,7 @@ from sametoken.engine.step_memory import (
 )
 from sametoken.errors import ConfigError
 from sametoken.layers import slices
+from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.loader import load_model
 from sametoken.models.quantize import W4A16
 from sametoken.ops.cache_types import PagedKV, Recurrent
@@ -96,12 +97,17 @@ def test_a_step_takes_no_more_than_planned(kind, dtype, tmp_path, monkeypatch):
 
 
 def peak_and_planned(
-    path, max_len: int, longest_chunks=range(1, 17), *, fast: Sequence[StepShape] = ()
+    path,
+    max_len: int,
+    longest_chunks=range(1, 17),
+    *,
+    fast: Sequence[StepShape] = (),
+    parallel: TensorParallel = SINGLE_RANK,
 ) -> tuple[int, int]:
     """Bytes that steps of 256 rows take on a GPU, of 64 requests, and those planned."""
     sizes = (64, 0, 256)
     with recorded():
-        step = step_on_meta(path, None, sizes[0], max_len + 1)
+        step = step_on_meta(path, None, sizes[0], max_len + 1, parallel)
         step = replace(step, fast_form=FastForm(len(fast)))
         shapes = [*captured_shapes(*sizes), *eager_shapes(*sizes)]
         chunks = [(rows, longest) for rows in (64, 256) for longest in longest_chunks]
@@ -110,7 +116,7 @@ def peak_and_planned(
             run_on_meta(step, [*shapes, *fast])
         config = EngineConfig(
             "m", max_num_seqs=64, max_num_batched_tokens=256, block_size=64,
-            fast_prompts_from=len(fast),
+            fast_prompts_from=len(fast), tensor_parallel_size=parallel.size,
         )  # fmt: skip
         model, dtype = step.model, torch.bfloat16
         mixing = most_mixing(
@@ -170,6 +176,25 @@ def test_a_step_of_every_family_is_planned(tmp_path, name):
     # Of all lengths to 64 one of these takes the most.
     peak, planned = peak_and_planned(write_family(tmp_path, name, **sizes), 500, (8, 16, 32, 64))
     assert peak <= planned + 2**20
+
+
+class Twins:
+    """``TensorParallel`` of a rank whose only other one says the same."""
+
+    rank, size = 0, 2
+
+    def gather(self, x):
+        return torch.stack((x, x))
+
+    def broadcast(self, x):
+        return x
+
+
+def test_a_norm_over_the_heads_of_all_ranks_is_planned(tmp_path):
+    wide = {"mamba_n_groups": 1, "mamba_n_heads": 64, "mamba_expand": 128}
+    path = write_family(tmp_path, "bamba", **wide)
+    peak, planned = peak_and_planned(path, 500, (8, 64), parallel=Twins())
+    assert peak <= planned <= 1.3 * peak
 
 
 def test_rows_beyond_a_slice_add_only_what_must_be_whole():

@@ -171,9 +171,19 @@ def test_keys_of_falcon_mean_nothing_to_other_families(tmp_path, name):
 
 
 @pytest.mark.parametrize("config", [GRANITE, BAMBA, FALCON])
-def test_one_group_is_not_divided(tmp_path, config):
-    with pytest.raises(ConfigError, match="mamba_n_groups=1 is no multiple of 2"):
-        require_divisible(read(tmp_path, config), 2)
+def test_ranks_divide_groups_or_share_them(tmp_path, config):
+    config |= {"num_key_value_heads": 4}
+    for groups in (1, 2, 4):
+        require_divisible(read(tmp_path, config | {"mamba_n_groups": groups}), 4)
+    with pytest.raises(ConfigError, match="mamba_n_heads=1 is no multiple of 2"):
+        require_divisible(read(tmp_path, config | {"mamba_n_heads": 1, "mamba_d_head": 64}), 2)
+    with pytest.raises(ConfigError, match="mamba_n_groups=3 is no multiple of 2"):
+        require_divisible(read(tmp_path, config | {"mamba_n_groups": 3}), 2)
+
+
+@pytest.mark.parametrize(("size", "groups", "ranks"), [(2, 2, 1), (4, 1, 1), (8, 1, 2)])
+def test_a_rank_s_rule_has_whole_groups(size, groups, ranks):
+    assert Mamba2(16, 4, 4, 8, 3).divided(size) == Mamba2(16 // size, 4, groups, 8, 3, ranks)
 
 
 def test_granite_s_experts_as_a_trainer_has_them_in_memory(tmp_path):
@@ -197,7 +207,7 @@ def test_ranks_divide_the_sizes_of_layers_that_there_are(tmp_path):
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     recurrent = read(tmp_path, GRANITE | experts | {"layer_types": ["mamba"] * 3})
     assert model_class(found.architecture).divided_sizes(recurrent) == {
-        "mamba_n_groups": 1,
+        "mamba_n_heads": 4,
         "shared_intermediate_size": 80,
         "intermediate_size": 48,
     }

@@ -231,7 +231,8 @@ def test_what_does_not_divide_a_hybrid_is_refused_by_name(tmp_path, kind, name, 
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        ("n_groups", 1),
+        ("mamba_num_heads", 9),
+        ("n_groups", 3),
         ("num_key_value_heads", 1),
         ("intermediate_size", 25),
         ("moe_intermediate_size", 9),
@@ -250,7 +251,7 @@ def test_what_does_not_divide_nemotron_is_refused_by_name(tmp_path, name, count)
         require_divisible(config(**{name: count}), 2)
     # Sizes that no layer has need not divide.
     if name == "n_groups":
-        require_divisible(config(hybrid_override_pattern="*E-", n_groups=1), 2)
+        require_divisible(config(hybrid_override_pattern="*E-", n_groups=3), 2)
 
 
 def test_sizes_that_no_layer_has_need_not_divide(tmp_path):

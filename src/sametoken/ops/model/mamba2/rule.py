@@ -22,6 +22,7 @@ class Mamba2:
         num_groups: groups of heads that share B and C.
         state_dim: N, the width of B and C of a group.
         conv_kernel: as in ``RecurrentRule``.
+        ranks_per_group: ranks that divide the heads of a group, each with all of its B and C.
     """
 
     num_heads: int
@@ -29,6 +30,7 @@ class Mamba2:
     num_groups: int
     state_dim: int
     conv_kernel: int
+    ranks_per_group: int = 1
 
     @property
     def xbc_sizes(self) -> tuple[int, int, int]:
@@ -68,9 +70,13 @@ class Mamba2:
         }
 
     def divided(self, size: int) -> Mamba2:
-        """The shard of one of ``size`` ranks: heads stay with their group."""
-        heads, groups = self.num_heads // size, self.num_groups // size
-        return replace(self, num_heads=heads, num_groups=groups)
+        """The shard of one of ``size`` ranks: heads with their groups, or some heads of a group."""
+        return replace(
+            self,
+            num_heads=self.num_heads // size,
+            num_groups=max(self.num_groups // size, 1),
+            ranks_per_group=max(size // self.num_groups, 1),
+        )
 
 
 @dataclass(frozen=True, slots=True)

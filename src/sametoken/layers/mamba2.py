@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sametoken.layers.linear import Linear, Projection
-from sametoken.layers.parallel import TensorParallel, gather_columns
+from sametoken.layers.parallel import TensorParallel, gather_columns, own_columns
 from sametoken.layers.residual import Block, Matrices, kept_of
 from sametoken.ops.backend import AttentionRows, KeptRows, Kernels, LayerKV
 from sametoken.ops.model.mamba2.rule import Mamba2Params
@@ -25,7 +25,6 @@ class Mamba2Mixer(Matrices):
         parallel: the ranks over whose heads the norm is; a single rank, if none shares a group.
         norm_weight: weight of the norm of ``x * silu(z)`` by groups of heads, of all heads of
             ``parallel``; None: no norm.
-        norm_groups: groups of those heads.
         eps: epsilon of that norm.
         output: projection of the heads to the hidden size.
     """
@@ -35,7 +34,6 @@ class Mamba2Mixer(Matrices):
     params: Mamba2Params
     parallel: TensorParallel
     norm_weight: Tensor | None
-    norm_groups: int
     eps: float
     output: Projection
 
@@ -52,11 +50,11 @@ class Mamba2Mixer(Matrices):
     def _gated(self, read: Tensor, z: Tensor) -> Tensor:
         if self.norm_weight is None:
             return self.kernels.silu_mul(torch.cat((z, read), dim=1))
-        width = read.shape[1]
-        first = self.parallel.rank * width
+        rule = self.params.rule
+        groups = rule.num_groups * self.parallel.size // rule.ranks_per_group
         read, z = (gather_columns(self.parallel, part) for part in (read, z))
-        whole = self.kernels.gated_group_norm(read, z, self.norm_weight, self.norm_groups, self.eps)
-        return whole[:, first : first + width].contiguous()
+        whole = self.kernels.gated_group_norm(read, z, self.norm_weight, groups, self.eps)
+        return own_columns(self.parallel, whole).contiguous()
 
 
 @dataclass(frozen=True, slots=True)

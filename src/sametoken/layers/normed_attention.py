@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sametoken.layers.attention import Attention, wanted_queries
 from sametoken.layers.norm import RMSNorm
-from sametoken.layers.parallel import TensorParallel, gather_columns
+from sametoken.layers.parallel import TensorParallel, gather_columns, own_columns
 from sametoken.layers.residual import Matrices
 from sametoken.ops.backend import AttentionRows, KeptRows, LayerKV, RotaryTable
 from sametoken.ops.model.attention.kv import KVScales
@@ -41,10 +41,7 @@ class WideNormAttention(Matrices):
 
     def _normed(self, part: Tensor, norm: RMSNorm) -> Tensor:
         """This rank's columns of the norm over all ranks' columns."""
-        width = part.shape[1]
-        whole = norm(gather_columns(self.parallel, part))
-        first = self.parallel.rank * width
-        return whole[:, first : first + width]
+        return own_columns(self.parallel, norm(gather_columns(self.parallel, part)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,3 +57,9 @@ def gather_columns(parallel: TensorParallel, x: Tensor) -> Tensor:
     if parallel.size == 1:
         return x
     return torch.cat(parallel.gather(x.contiguous()).unbind(0), dim=1)
+
+
+def own_columns(parallel: TensorParallel, whole: Tensor) -> Tensor:
+    """This rank's columns of what ``gather_columns`` gives, or of its like."""
+    size = whole.shape[1] // parallel.size
+    return whole[:, parallel.rank * size : (parallel.rank + 1) * size]

@@ -36,6 +36,7 @@ class BambaForCausalLM(Decoder):
     final_norm_name: ClassVar[str] = "final_layernorm"
     rotates_parts = True
     ignored = OF_FALCON
+    shared_sizes = staticmethod(shared_by_type)
     implied: ClassVar[Mapping[str, Any]] = {
         **IMPLIED_SIZES,
         "num_key_value_heads": 8,
@@ -60,11 +61,6 @@ class BambaForCausalLM(Decoder):
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
         """As ``Decoder.divided_sizes``, and of Mamba-2 its heads."""
         return divided_by_type(config, Decoder.divided_sizes(config))
-
-    @staticmethod
-    def shared_sizes(config: ModelConfig) -> dict[str, int]:
-        """As ``Decoder.shared_sizes``: groups of Mamba-2 heads."""
-        return shared_by_type(config)
 
     @classmethod
     def caches_of(

@@ -16,8 +16,9 @@ from sametoken.layers.feed_forward import (
     RoutedExperts,
     SparseMoE,
 )
+from sametoken.layers.residual import Block
 from sametoken.models.base import ModelConfig
-from sametoken.models.blocks import GATED, GatedNames, load_gated_mlp
+from sametoken.models.blocks import GATED, GatedNames, load_gated_mlp, load_mlp
 from sametoken.models.load.settings import COMPARE, MAX_EXPERTS, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import Routing
@@ -140,7 +141,7 @@ def load_routed(
     return RoutedExperts(weights.kernels, router, experts, routing)
 
 
-def load_sparse_moe(config: ModelConfig, weights: WeightReader, prefix: str) -> SparseMoE:
+def _load_sparse_moe(config: ModelConfig, weights: WeightReader, prefix: str) -> SparseMoE:
     """Load Qwen's mixture at ``prefix``: of ``softmax_routing``, beside a shared, gated expert.
 
     Of a draft head it is not quantized.
@@ -159,6 +160,15 @@ def load_sparse_moe(config: ModelConfig, weights: WeightReader, prefix: str) -> 
         weights.linear(hidden, Part(f"{prefix}.shared_expert_gate", 1)),
     )
     return SparseMoE(load_routed(config, weights, prefix, routing), shared)
+
+
+def load_dense_or_sparse(
+    config: ModelConfig, weights: WeightReader, prefix: str, index: int
+) -> Block:
+    """A layer's MLP at ``prefix``: dense, or Qwen's mixture with a shared expert."""
+    if not is_sparse(config, index):
+        return load_mlp(config, weights, prefix)
+    return _load_sparse_moe(config, weights, prefix)
 
 
 def load_experts(

@@ -115,6 +115,7 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
 
     layer_types = frozenset((FULL, LINEAR))
     ignored = OF_FALCON
+    shared_sizes = staticmethod(shared_by_type)
     implied: ClassVar[Mapping[str, Any]] = {
         **IMPLIED_SIZES,
         "num_local_experts": 8,
@@ -157,11 +158,6 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
             return sizes | {"intermediate_size": settings.integer("moe_intermediate_size")}
         del sizes["intermediate_size"]
         return sizes
-
-    @staticmethod
-    def shared_sizes(config: ModelConfig) -> dict[str, int]:
-        """As ``Decoder.shared_sizes``: groups of Mamba-2 heads."""
-        return shared_by_type(config)
 
     @classmethod
     def caches_of(

@@ -174,10 +174,8 @@ def load_mamba2(config: ModelConfig, weights: WeightReader, prefix: str) -> Mamb
     bias = replace(conv, name=f"{prefix}.conv1d.bias")
     has_bias = bool(settings.get("use_bias", False))
     # A norm reads whole groups.
-    over: TensorParallel = SINGLE_RANK
-    split, groups = rows, own.num_groups
-    if ranks > 1:
-        over, split, groups = weights.parallel, Split.WHOLE, rule.num_groups
+    over: TensorParallel = weights.parallel if ranks > 1 else SINGLE_RANK
+    split = Split.WHOLE if ranks > 1 else rows
     norm = Part(f"{prefix}.norm.weight", rule.out_features, split=split)
 
     def by_head(name: str) -> Tensor:
@@ -207,7 +205,6 @@ def load_mamba2(config: ModelConfig, weights: WeightReader, prefix: str) -> Mamb
         params=params,
         parallel=over,
         norm_weight=weights.tensor(norm) if settings.get("mamba_rms_norm", True) else None,
-        norm_groups=groups,
         eps=config.rms_norm_eps,
         output=weights.row_parallel(
             rule.out_features,

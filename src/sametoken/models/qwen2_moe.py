@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from sametoken.layers.residual import Block
 from sametoken.models.base import ModelConfig
-from sametoken.models.blocks import Biases, load_mlp
+from sametoken.models.blocks import Biases
 from sametoken.models.decoder import Decoder
-from sametoken.models.experts import divided_sizes, is_sparse, load_sparse_moe
+from sametoken.models.experts import divided_sizes, is_sparse, load_dense_or_sparse
 from sametoken.models.layer_types import FULL, SLIDING, WINDOWED
 from sametoken.models.load.settings import MAX_LAYERS, Settings
-from sametoken.models.load.weights import WeightReader
 
 
 class Qwen2MoeForCausalLM(Decoder):
@@ -32,6 +30,8 @@ class Qwen2MoeForCausalLM(Decoder):
         "norm_topk_prob": False,
     }
 
+    load_layer_mlp = staticmethod(load_dense_or_sparse)
+
     @classmethod
     def renamed(cls, settings: Settings) -> dict[str, Any]:
         """Windows in every other one of the first ``max_window_layers``, where they are used."""
@@ -46,15 +46,6 @@ class Qwen2MoeForCausalLM(Decoder):
     def biases(config: ModelConfig) -> Biases:
         """Of ``qkv_bias``, on q, k and v alone."""
         return Biases(bool(config.extra["qkv_bias"]), output=False)
-
-    @staticmethod
-    def load_layer_mlp(
-        config: ModelConfig, weights: WeightReader, prefix: str, index: int
-    ) -> Block:
-        """The MLP at ``prefix``, dense or of experts."""
-        if not is_sparse(config, index):
-            return load_mlp(config, weights, prefix)
-        return load_sparse_moe(config, weights, prefix)
 
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:

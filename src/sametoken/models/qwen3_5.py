@@ -26,10 +26,9 @@ from sametoken.models.blocks import (
     attention_shapes,
     load_centred_head_norms,
     load_centred_norm,
-    load_mlp,
 )
 from sametoken.models.decoder import Decoder
-from sametoken.models.experts import divided_sizes, is_sparse, load_sparse_moe
+from sametoken.models.experts import divided_sizes, is_sparse, load_dense_or_sparse
 from sametoken.models.layer_types import FULL, LINEAR
 from sametoken.models.load.settings import COMPARE, MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
@@ -139,6 +138,8 @@ class HybridDecoder(Decoder, ABC):
     }
     rotates_parts = True
 
+    load_layer_mlp = staticmethod(load_dense_or_sparse)
+
     @staticmethod
     def tensor_prefix(weights: WeightReader) -> str:
         """As ``Decoder.tensor_prefix``, or with repetitions.
@@ -163,15 +164,6 @@ class HybridDecoder(Decoder, ABC):
             in_features: width of the block's input.
         """
         ...
-
-    @staticmethod
-    def load_layer_mlp(
-        config: ModelConfig, weights: WeightReader, prefix: str, index: int
-    ) -> Block:
-        """The MLP at ``prefix``, dense or of experts."""
-        if not is_sparse(config, index):
-            return load_mlp(config, weights, prefix)
-        return load_sparse_moe(config, weights, prefix)
 
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:

@@ -45,8 +45,8 @@ from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_options
 _LONG = 128
 # Threads that share a row of the state, and columns that each loads at once.
 _LANES, _TOGETHER = 8, tl.constexpr(4)
-# Rows of the state that a warp holds at least.
-_ROWS_PER_WARP = 4
+# Threads of a warp.
+_THREADS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,15 @@ class ScanTile:
     rows: int
     num_warps: int
     ahead: int
+
+    def fitted(self, head_dim: int, lanes: int) -> ScanTile:
+        """This tile, limited to a head's rows, with no more threads than load columns at once.
+
+        Otherwise several threads would share these columns, and add them in another order.
+        """
+        rows = min(self.rows, triton.next_power_of_2(head_dim))
+        num_warps = min(self.num_warps, max(1, rows * lanes // _THREADS))
+        return ScanTile(rows, num_warps, min(self.ahead, lanes))
 
 
 # Large tiles run the fewest instructions per element and suit states that fill the GPU; small ones
@@ -334,18 +343,17 @@ def advance(
         # First, as the rows that it prepares need no memory beside those to walk.
         advance_chunks(runs.fast, params, raw, memory, out)
     prepared = prepare(runs, params, raw, memory)
-    batch, held = runs.table.shape[0], triton.next_power_of_2(rule.head_dim)
+    batch = runs.table.shape[0]
     long = runs.rows.max_rows >= _LONG
     on_hopper = tile is None and long and hopper.serves(runs, rule, prepared)
-    tile = tile or choose(rule, num_rows, runs.rows, memory.max_runs)
-    rows = min(tile.rows, held)
-    programs = rule.num_heads * triton.cdiv(rule.head_dim, rows)
-    num_warps = min(tile.num_warps, max(1, rows // _ROWS_PER_WARP))
     columns = triton.next_power_of_2(rule.state_dim)
     lanes = min(_LANES, columns // min(_TOGETHER.value, columns))
-    block = KEPT_CHANNELS * num_warps
+    tile = tile or choose(rule, num_rows, runs.rows, memory.max_runs)
+    tile = tile.fitted(rule.head_dim, lanes)
+    programs = rule.num_heads * triton.cdiv(rule.head_dim, tile.rows)
+    block = KEPT_CHANNELS * tile.num_warps
     blocks = triton.cdiv(rule.conv_channels, block)
-    keepers = num_keepers(programs, batch, num_warps, blocks, long)
+    keepers = num_keepers(programs, batch, tile.num_warps, blocks, long)
     _advance_kernel[(programs + keepers, batch)](
         prepared,
         raw.mixed,
@@ -362,14 +370,14 @@ def advance(
         runs.rows.num_short,
         runs.rows.num_short if on_hopper else batch,
         **rule.constants,
-        ROWS=rows,
+        ROWS=tile.rows,
         COLUMNS=columns,
         LANES=lanes,
         HEADS=triton.next_power_of_2(rule.num_heads),
         KEPT_BLOCK=block,
         TAPS_BLOCK=triton.next_power_of_2(max(rule.conv_kernel - 1, 1)),
-        AHEAD=min(tile.ahead, lanes),
-        num_warps=num_warps,
+        AHEAD=tile.ahead,
+        num_warps=tile.num_warps,
         **pdl_options(out, early=not long),
     )
     if on_hopper:

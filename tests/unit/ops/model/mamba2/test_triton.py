@@ -220,6 +220,15 @@ def test_tiles_suit_the_runs_that_have_rows(num_rows, runs, tile):
     assert triton.choose(Mamba2(64, 64, 8, 128, 4), num_rows, runs, max_runs=256) == tile
 
 
+@pytest.mark.parametrize("tile", [triton._LARGE, triton._SMALL])
+@pytest.mark.parametrize("lanes", [1, 2, 4, 8])
+@pytest.mark.parametrize("head_dim", [3, 16, 64, 128])
+def test_no_columns_that_are_loaded_at_once_are_divided_among_threads(tile, lanes, head_dim):
+    """A sum of four columns would have another order in the tile that divides them."""
+    fitted = tile.fitted(head_dim, lanes)
+    assert fitted.num_warps == 1 or 32 * fitted.num_warps <= fitted.rows * lanes
+
+
 def test_an_engine_has_no_more_runs_with_rows_than_requests():
     runs = RowRuns(64, 448, None, 0, 0)
     assert triton.choose(Mamba2(64, 64, 8, 128, 4), 448, runs, max_runs=1) == triton._SMALL

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sametoken.ops.model.activation_triton import activated
 from sametoken.ops.model.gemm.fp8_triton import rounded
 from sametoken.ops.model.gemm.int4_panels import ONE, Int4Panels, gate_and_up, int4_sums
-from sametoken.ops.model.gemm.triton import groups_of, scaled, with_products
+from sametoken.ops.model.gemm.triton import finished, groups_of, scaled, with_products
 from sametoken.ops.model.moe_rows_triton import RowGroups, combine
 from sametoken.ops.model.moe_tiles import ExpertTile, expert_tile, panels_tile
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options, supports_pdl
@@ -207,11 +207,15 @@ def _scaled_sums(
 
 @triton.jit
 def _with_biases(acc, up, biases, expert, feature, N: tl.constexpr, GATED: tl.constexpr):
-    """Add an expert's biases, and with GATED those of up."""
+    """Add an expert's biases, and with GATED those of up.
+
+    Sums are finished before: of those that one tile holds whole, the compiler would let the matrix
+    unit begin with the bias.
+    """
     own = biases + expert * (2 * N if GATED else N) + feature
-    acc += tl.load(own, feature < N, other=0.0).to(tl.float32)[:, None]
+    acc = finished(acc) + tl.load(own, feature < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        up += tl.load(own + N, feature < N, other=0.0).to(tl.float32)[:, None]
+        up = finished(up) + tl.load(own + N, feature < N, other=0.0).to(tl.float32)[:, None]
     return acc, up
 
 

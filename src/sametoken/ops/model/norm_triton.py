@@ -79,7 +79,8 @@ def _rms_norm_kernel(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``Kernels.rms_norm``."""
-    if (x.stride(0) | x.shape[1]) % 16 or not aligned(x):
+    x = in_aligned_memory(x)
+    if (x.stride(0) | x.shape[1]) % 16:
         x = x.contiguous()  # Rows at other addresses may be compiled to code with other sums.
     out = x.new_empty(x.shape)
     _launch_rms_norm(x, weight, eps, out)
@@ -249,6 +250,12 @@ def row_program(width: int) -> dict[str, int]:
     block = next_power_of_2(width)
     num_warps = min(max(block // _ELEMENTS_PER_WARP, 1), 16)
     return {"WIDTH": width, "BLOCK": block, "num_warps": num_warps}
+
+
+def in_aligned_memory(x: Tensor) -> Tensor:
+    """The tensor, or a copy of one whose first element is not 16-byte aligned."""
+    # ``contiguous`` would not copy a single row.
+    return x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def aligned(*tensors: Tensor) -> bool:

@@ -231,10 +231,11 @@ def test_experts_with_gates_of_gelu(dtype):
 
 
 def test_clamped_experts_compile(tmp_path):
+    """Biases are added to whole sums, those of a single tile too."""
     code = """
 from sametoken.ops.model.moe_rows_triton import RowGroups
 from sametoken.ops.model.moe_tiles import ExpertTile
-from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
+from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts, _Activation, _product
 from sametoken.ops.weight import ClampedExperts
 
 gate_up, down = (torch.zeros(3, *size, dtype=torch.bfloat16) for size in ((192, 64), (64, 96)))
@@ -242,9 +243,16 @@ clamped = ClampedExperts(1.702, 7.0, gate_up[:, :, 0].contiguous(), down[:, :, 0
 chosen, weights = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
 experts = StackedExperts(ExpertStack(gate_up), ExpertStack(down), clamped)
 experts(down[0, :4, :64].contiguous(), chosen, weights)
+groups, inner = RowGroups.of(chosen, 3), torch.zeros(8, 96, dtype=torch.bfloat16)
+for depth in (64, 128):
+    tile = ExpertTile(16, 64, depth, 4, 2)
+    out = inner[:, :64].contiguous()
+    _product(inner, experts.down, clamped.down, groups, out, 0, _Activation("none"), tile)
 """
     compile_launches(code, tmp_path)
-    assert len(list(tmp_path.rglob("_expert_kernel.ptx"))) == 2
+    compiled = list(tmp_path.rglob("_expert_kernel.ptx"))
+    assert len(compiled) == 4
+    assert all("add.f32" in path.read_text() for path in compiled)
 
 
 def by_definition(x, gate_up, down, clamped, chosen, weights):

@@ -23,8 +23,9 @@ def test_rms_norm(rows, width, dtype):
     close(normed, reference.rms_norm(x, weight, 1e-5))
     assert torch.equal(x, before)
     for wider in (64, 41):
-        part = torch.cat((x, noise(rows, wider, dtype=dtype)), dim=1)[:, :width]
-        assert torch.equal(norm.rms_norm(part, weight, 1e-5), normed)
+        other = noise(rows, wider, dtype=dtype)
+        for part in (torch.cat((x, other), 1)[:, :width], torch.cat((other, x), 1)[:, wider:]):
+            assert torch.equal(norm.rms_norm(part, weight, 1e-5), normed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

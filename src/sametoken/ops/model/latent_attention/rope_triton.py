@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sametoken.ops.backend import AttentionRows
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LayerLatent
-from sametoken.ops.model.norm_triton import aligned
+from sametoken.ops.model.norm_triton import aligned, in_aligned_memory
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 
 _HEADS_PER_PROGRAM = 16
@@ -33,7 +33,8 @@ def rope_and_cache(
     for tensor in (rotary.weight, rotary.cos, rotary.sin, memory.vectors, rows.kv_slots):
         assert tensor.is_contiguous()
     # Unaligned memory would be compiled to code with other sums.
-    assert aligned(latent, rotary.weight, memory.vectors)
+    latent = in_aligned_memory(latent)
+    assert aligned(rotary.weight, memory.vectors)
     if not num_rows:
         return
     group = min(triton.next_power_of_2(heads), _HEADS_PER_PROGRAM)

@@ -15,6 +15,7 @@ from helpers.forward import kept_at
 from helpers.recurrent import poison
 from helpers.rows import ragged_rows
 from sametoken.errors import DrafterMismatchError
+from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates
 from sametoken.models.loader import read_config
 from sametoken.ops.backend import AttentionRows, Kernels
@@ -28,7 +29,7 @@ OPTIONS = {"kernels": KERNELS, "dtype": torch.float32, "device": CPU, "max_posit
 
 
 class SharedTarget:
-    """The two weights that a head may take from its target, packed and as matrices."""
+    """The weights that a head may take from its target; two of them are there as matrices too."""
 
     def __init__(self, hidden: int = HIDDEN, kernels: Kernels = KERNELS) -> None:
         generator = torch.Generator().manual_seed(99)
@@ -36,6 +37,7 @@ class SharedTarget:
         self.head_matrix = torch.randn(VOCAB, hidden, generator=generator)
         self.embedding = kernels.pack(self.embedding_matrix.clone())
         self.head = kernels.pack(self.head_matrix.clone())
+        self.final_norm = RMSNorm(kernels, 1 + 0.1 * torch.randn(hidden, generator=generator), 1e-5)
 
     def whole_head(self):
         return self.head

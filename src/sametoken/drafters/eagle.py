@@ -32,7 +32,8 @@ from sametoken.models.decoder import Decoder
 from sametoken.models.heads.base import EagleHead, HeadInUse, lm_head_of
 from sametoken.models.heads.eagle import Eagle1Checkpoint, Eagle1Head
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint, Eagle3Head
-from sametoken.models.heads.mtp import MTPCheckpoint, MTPHead
+from sametoken.models.heads.mtp import MTPCheckpoint
+from sametoken.models.heads.mtp_form import MTPHead
 from sametoken.models.heads.nextn import NextNCheckpoint, NextNHead
 from sametoken.models.load.sources import TensorSource
 from sametoken.ops.backend import Kernels
@@ -213,8 +214,8 @@ class _Offered:
     """``SharedWeights`` of a target, and whether a head took the lm_head."""
 
     def __init__(self, target: Decoder, in_use: Weight | None) -> None:
-        self.embedding, self.head_taken, self._target = target.embedding, False, target
-        self._in_use = in_use
+        self.embedding, self.final_norm = target.embedding, target.final_norm
+        self.head_taken, self._target, self._in_use = False, target, in_use
 
     def whole_head(self) -> Weight | HeadInUse:
         self.head_taken = True

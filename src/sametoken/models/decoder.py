@@ -92,7 +92,7 @@ class Decoder:
 
     Attributes:
         rotaries: the rotary table of each layer.
-        embedding: token embeddings, whole on every rank.
+        embedding, final_norm: of tokens, and of the last layer's output; whole on every rank.
         head: the projection to logits, or this rank's rows of it; with tied embeddings and one
             rank the same object as ``embedding``.
         layers: in order.
@@ -156,7 +156,7 @@ class Decoder:
         self.rotaries = self._rotaries(weights.device) if rotaries is None else rotaries
         self.embedding = self._load_embedding(weights)
         self.layers = tuple(self._load_layer(weights, *each) for each in enumerate(self.rotaries))
-        self._final_norm = self._load_norm(weights, f"{self._prefix}.{self.final_norm_name}")
+        self.final_norm = self._load_norm(weights, f"{self._prefix}.{self.final_norm_name}")
         self.head = self._load_head(weights)
         weights.require_all_read(allowed=DERIVED_TENSORS, unused=self._unused())
 
@@ -324,7 +324,7 @@ class Decoder:
 
     def _norm_after(self, index: int) -> BlockNorm:
         last = index + 1 == len(self.layers)
-        return self._final_norm if last else self.layers[index + 1].input_norm
+        return self.final_norm if last else self.layers[index + 1].input_norm
 
     def _keep(self, auxiliary: Tensor, index: int, residual: Tensor) -> None:
         """Copy the residual stream that enters a layer to its columns of ``auxiliary``."""

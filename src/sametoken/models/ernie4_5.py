@@ -24,12 +24,35 @@ from sametoken.models.layer_types import REFUSED
 from sametoken.models.load.settings import COMPARE, Settings, require_values
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import RotaryTable
+from sametoken.ops.cache_types import PagedKV
 
 
 def _halves(num_heads: int, head_dim: int) -> Tensor:
     """Permutation of rows: even elements of a head before odd ones."""
     rows = torch.arange(num_heads * head_dim).view(num_heads, 2, head_dim // 2)
     return rows.transpose(1, 2).flatten()
+
+
+def load_paired_attention(
+    config: ModelConfig,
+    weights: WeightReader,
+    prefix: str,
+    rotary: RotaryTable,
+    cache: PagedKV | None = None,
+) -> Attention:
+    """As ``load_attention``, of heads whose rotated elements are neighbours."""
+    hidden = config.hidden_size
+    whole, shape = attention_shapes(config, weights, cache)
+    q_rows = _halves(shape.num_heads, shape.head_dim)
+    k_rows = _halves(shape.num_kv_heads, shape.head_dim)
+    qkv = weights.linear(
+        hidden,
+        Part(f"{prefix}.q_proj", whole.q_size, q_rows, Split.ROWS),
+        Part(f"{prefix}.k_proj", whole.kv_size, k_rows, Split.ROWS),
+        Part(f"{prefix}.v_proj", whole.kv_size, split=Split.ROWS),
+    )
+    output = weights.row_parallel(whole.q_size, Part(f"{prefix}.o_proj", hidden))
+    return Attention(weights.kernels, shape, qkv, output, rotary)
 
 
 class Ernie4_5ForCausalLM(Decoder):
@@ -56,18 +79,8 @@ class Ernie4_5ForCausalLM(Decoder):
         return {}
 
     def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
-        prefix, hidden = f"{self._prefix}.layers.{index}.self_attn", self.config.hidden_size
-        whole, shape = attention_shapes(self.config, weights, self._cache_of(index))
-        q_rows = _halves(shape.num_heads, shape.head_dim)
-        k_rows = _halves(shape.num_kv_heads, shape.head_dim)
-        qkv = weights.linear(
-            hidden,
-            Part(f"{prefix}.q_proj", whole.q_size, q_rows, Split.ROWS),
-            Part(f"{prefix}.k_proj", whole.kv_size, k_rows, Split.ROWS),
-            Part(f"{prefix}.v_proj", whole.kv_size, split=Split.ROWS),
-        )
-        output = weights.row_parallel(whole.q_size, Part(f"{prefix}.o_proj", hidden))
-        return Attention(weights.kernels, shape, qkv, output, rotary)
+        prefix = f"{self._prefix}.layers.{index}.self_attn"
+        return load_paired_attention(self.config, weights, prefix, rotary, self._cache_of(index))
 
 
 #: Values that mean nothing else; others have no published checkpoint. ``moe_norm_min`` is the least

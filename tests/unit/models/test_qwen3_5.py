@@ -137,7 +137,7 @@ def test_decay_is_not_rounded_with_the_other_weights(checkpoint):
 
 def test_norms_add_one_in_fp32(checkpoint):
     stored = load_file(checkpoint / "model.safetensors")["model.norm.weight"].bfloat16()
-    weight = load(checkpoint, dtype=torch.bfloat16)._final_norm.weight
+    weight = load(checkpoint, dtype=torch.bfloat16).final_norm.weight
     assert torch.equal(weight, 1.0 + stored.float())
 
 

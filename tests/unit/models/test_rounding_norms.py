@@ -56,7 +56,7 @@ def write_fp8(folder, strategy: str = "channel", activations: dict | None = TOKE
 
 
 def kinds_of(model) -> set[type]:
-    assert type(model._final_norm) is RMSNorm
+    assert type(model.final_norm) is RMSNorm
     layers = model.layers
     return {type(one) for layer in layers for one in (layer.input_norm, layer.post_attention_norm)}
 

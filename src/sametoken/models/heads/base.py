@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sametoken.config import DUMMY
 from sametoken.errors import DrafterMismatchError, UnsupportedError
+from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS
 from sametoken.models.heads.stored_names import NamedSource, head_source
@@ -143,9 +144,10 @@ Shared = TypeVar("Shared", bound=Weight | HeadInUse)
 
 
 class SharedWeights(Protocol):
-    """The target's weights that a head may share: embedding and lm_head, [V, hidden]."""
+    """The target's weights that a head may share; embedding and lm_head are [V, hidden]."""
 
     embedding: UnquantizedWeight
+    final_norm: RMSNorm
 
     def whole_head(self) -> Weight | HeadInUse:
         """All rows of the target's lm_head; read from disk if this rank has only a part."""

@@ -30,19 +30,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from sametoken.errors import UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import attention_cache, load_centred_norm, rotary_of
 from sametoken.models.decoder import DERIVED_TENSORS, Decoder, DecoderLayer
-from sametoken.models.heads.base import HeadReader, HeadStates
+from sametoken.models.heads.base import HeadReader
 from sametoken.models.heads.mtp_form import (
     ANOTHER_METHOD,
     Module,
     ModuleCheckpoint,
     ModuleForm,
-    ModuleHead,
+    MTPHead,
 )
 from sametoken.models.heads.mtp_nemotron_h import NemotronHForm
 from sametoken.models.load.settings import Settings
@@ -55,10 +54,10 @@ from sametoken.ops.cache_types import PagedKV
 PREFIX = "mtp"
 
 
-class QwenForm:
+class QwenForm(ModuleForm):
     """See ``ModuleForm``."""
 
-    fusion = f"{PREFIX}.fc"
+    prefix, fusion = f"{PREFIX}.", f"{PREFIX}.fc"
 
     def num_layers(self, settings: Settings) -> object:
         """See ``ModuleForm.num_layers``."""
@@ -74,14 +73,15 @@ class QwenForm:
                 f"use {ANOTHER_METHOD}",
             )
 
-    def load(self, config: ModelConfig, reader: WeightReader, max_positions: int) -> Module:
+    def load(self, config: ModelConfig, reader: HeadReader) -> Module:
         """See ``ModuleForm.load``."""
+        weights, hidden = reader.weights, config.hidden_size
         return Module(
-            embedding_norm=load_centred_norm(config, reader, f"{PREFIX}.pre_fc_norm_embedding"),
-            hidden_norm=load_centred_norm(config, reader, f"{PREFIX}.pre_fc_norm_hidden"),
-            fc=reader.linear(2 * config.hidden_size, Part(self.fusion, config.hidden_size)),
-            layer=_load_layer(config, reader, max_positions),
-            norm=load_centred_norm(config, reader, f"{PREFIX}.norm"),
+            embedding_norm=load_centred_norm(config, weights, f"{PREFIX}.pre_fc_norm_embedding"),
+            hidden_norm=load_centred_norm(config, weights, f"{PREFIX}.pre_fc_norm_hidden"),
+            fc=weights.linear(2 * hidden, Part(self.fusion, hidden)),
+            layer=_load_layer(config, weights, reader.max_positions),
+            norm=load_centred_norm(config, weights, f"{PREFIX}.norm"),
         )
 
 
@@ -104,13 +104,6 @@ def _form_of(config: ModelConfig, directory: Path) -> ModuleForm:
     return found[0]
 
 
-class MTPHead(ModuleHead):
-    """See ``ModuleHead``; logits and the next row's state are of one state, after the norm."""
-
-    def _states(self, normed: Tensor, residual: Tensor) -> HeadStates:
-        return HeadStates(normed, normed)
-
-
 def _load_layer(config: ModelConfig, reader: WeightReader, max_positions: int) -> DecoderLayer:
     prefix = f"{PREFIX}.layers.0"
     rotary = rotary_of(config, max_positions, reader.device)
@@ -131,25 +124,29 @@ class MTPCheckpoint(ModuleCheckpoint[MTPHead]):
     """
 
     unused_tensors = DERIVED_TENSORS
-    prefix = f"{PREFIX}."
 
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         super().__init__(directory, load_format=load_format)
         self._form = _form_of(self.config, directory)
+        self.prefix = self._form.prefix
         settings = Settings(self.config.extra, str(directory))
         claimed = self._form.num_layers(settings)
         self._require_module("multi-token-prediction", self.prefix, claimed, self._form.fusion)
         self._form.require(settings)
+
+    def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """See ``HeadCheckpoint``."""
+        return self._form.head.aux_layers(num_target_layers)
 
     def caches(self, dtype: torch.dtype) -> tuple[PagedKV, ...]:
         """See ``HeadCheckpoint``."""
         return (attention_cache(self.config, dtype),)
 
     def _build(self, reader: HeadReader) -> MTPHead:
-        return MTPHead(
+        return self._form.head(
             kernels=reader.weights.kernels,
             embedding=reader.shared.embedding,
-            module=self._form.load(self.config, reader.weights, reader.max_positions),
+            module=self._form.load(self.config, reader),
             lm_head=reader.target_lm_head(),
             caches=self.caches(reader.weights.dtype),
             token_ids=reader.token_ids,

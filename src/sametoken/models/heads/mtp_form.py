@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
-from typing import Protocol
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -24,13 +24,13 @@ from sametoken.models.heads.base import (
     BaseHead,
     Head,
     HeadCheckpoint,
+    HeadReader,
     HeadStates,
     index_of,
     require_sizes,
 )
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.settings import Settings
-from sametoken.models.load.weights import WeightReader
 from sametoken.models.loader import read_config
 from sametoken.ops.backend import AttentionRows, KeptRows
 from sametoken.ops.cache_types import LayerCache
@@ -64,7 +64,10 @@ class ModuleHead(BaseHead, ABC):
     Attributes:
         module: the weights of its own.
         caches: of the one layer.
+        zeroes_first: whether the embedding of the row at position 0 is zeroed.
     """
+
+    zeroes_first: ClassVar[bool] = False
 
     module: Module
     caches: tuple[LayerCache, ...]
@@ -93,14 +96,30 @@ class ModuleHead(BaseHead, ABC):
 
     def _inputs(self, token_ids: Tensor, hidden: Tensor, rows: AttentionRows) -> Tensor:
         """[T, 2h]: normed embeddings beside normed states."""
-        return self.kernels.embed_beside(
+        both = self.kernels.embed_beside(
             token_ids, self.embedding, self.module.embedding_norm, hidden, self.module.hidden_norm
         )
+        if self.zeroes_first:
+            # A norm of zeros is zeros, so this is the norm of a zeroed embedding.
+            both[:, : hidden.shape[1]].masked_fill_((rows.positions == 0)[:, None], 0.0)
+        return both
 
     @abstractmethod
     def _states(self, normed: Tensor, residual: Tensor) -> HeadStates:
         """Of the state [R, hidden] after the last norm, and before it."""
         ...
+
+
+class MTPHead(ModuleHead):
+    """See ``ModuleHead``; logits and the next row's state are of one state, after the norm."""
+
+    @staticmethod
+    def aux_layers(num_target_layers: int) -> tuple[int, ...]:
+        """See ``HeadCheckpoint.aux_layers``."""
+        return ()
+
+    def _states(self, normed: Tensor, residual: Tensor) -> HeadStates:
+        return HeadStates(normed, normed)
 
 
 class ModuleCheckpoint(HeadCheckpoint[Head]):
@@ -145,22 +164,25 @@ class ModuleCheckpoint(HeadCheckpoint[Head]):
             )
 
 
-class ModuleForm(Protocol):
+class ModuleForm(ABC):
     """How a family's checkpoints hold their module.
 
     Attributes:
+        prefix: of all its tensors.
         fusion: name of the tensor of ``Module.fc``, without ``.weight``.
+        head: the class that runs it.
     """
 
-    @property
-    def fusion(self) -> str:
-        """See the class."""
-        ...
+    prefix: ClassVar[str]
+    fusion: ClassVar[str]
+    head: ClassVar[type[MTPHead]] = MTPHead
 
+    @abstractmethod
     def num_layers(self, settings: Settings) -> object:
         """The number of modules that a config claims, unchecked."""
         ...
 
+    @abstractmethod
     def require(self, settings: Settings) -> None:
         """Refuse a form that is not implemented.
 
@@ -169,6 +191,7 @@ class ModuleForm(Protocol):
         """
         ...
 
-    def load(self, config: ModelConfig, reader: WeightReader, max_positions: int) -> Module:
+    @abstractmethod
+    def load(self, config: ModelConfig, reader: HeadReader) -> Module:
         """Read all tensors of the module."""
         ...

@@ -23,9 +23,10 @@ from sametoken.layers.rotary import no_rotation
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_attention, load_norm
 from sametoken.models.decoder import DecoderLayer
-from sametoken.models.heads.mtp_form import Module
+from sametoken.models.heads.base import HeadReader
+from sametoken.models.heads.mtp_form import Module, ModuleForm
 from sametoken.models.load.settings import Settings
-from sametoken.models.load.weights import Part, WeightReader
+from sametoken.models.load.weights import Part
 from sametoken.models.nemotron_h import (
     ATTENTION,
     MOE,
@@ -37,10 +38,10 @@ from sametoken.models.nemotron_h import (
 FIRST, LAST = "mtp.layers.0", "mtp.layers.1"
 
 
-class NemotronHForm:
+class NemotronHForm(ModuleForm):
     """See ``ModuleForm``."""
 
-    fusion = f"{FIRST}.eh_proj"
+    prefix, fusion = "mtp.", f"{FIRST}.eh_proj"
 
     def num_layers(self, settings: Settings) -> object:
         """See ``ModuleForm.num_layers``."""
@@ -56,23 +57,24 @@ class NemotronHForm:
                 "use one of attention and experts, or another speculative method",
             )
 
-    def load(self, config: ModelConfig, reader: WeightReader, max_positions: int) -> Module:
+    def load(self, config: ModelConfig, reader: HeadReader) -> Module:
         """See ``ModuleForm.load``."""
-        settings, hidden = Settings(config.extra, reader.source.location), config.hidden_size
+        weights, hidden = reader.weights, config.hidden_size
+        settings = Settings(config.extra, weights.source.location)
 
         def norm(name: str) -> RMSNorm:
-            return load_norm(config, reader, name)
+            return load_norm(config, weights, name)
 
-        rotary = no_rotation(max_positions, reader.device)
+        rotary = no_rotation(reader.max_positions, weights.device)
         return Module(
             embedding_norm=norm(f"{FIRST}.enorm"),
             hidden_norm=norm(f"{FIRST}.hnorm"),
-            fc=reader.linear(2 * hidden, Part(self.fusion, hidden)),
+            fc=weights.linear(2 * hidden, Part(self.fusion, hidden)),
             layer=DecoderLayer(
                 norm(f"{FIRST}.norm"),
-                load_attention(config, reader, f"{FIRST}.mixer", rotary),
+                load_attention(config, weights, f"{FIRST}.mixer", rotary),
                 norm(f"{LAST}.norm"),
-                load_squared_relu_moe(_experts(settings), reader, f"{LAST}.mixer", hidden),
+                load_squared_relu_moe(_experts(settings), weights, f"{LAST}.mixer", hidden),
             ),
             norm=norm(f"{LAST}.final_layernorm"),
         )

@@ -37,7 +37,6 @@ from sametoken.models.load.sources import TensorSource
 from sametoken.models.load.weights import Part, WeightReader
 from sametoken.models.nextn_target import NextNTarget, nextn_prefix
 from sametoken.models.registry import ARCHITECTURES
-from sametoken.ops.backend import AttentionRows
 from sametoken.ops.cache_types import LayerCache
 from sametoken.ops.weight import UnquantizedWeight, Weight
 
@@ -47,12 +46,7 @@ _EMBEDDING = "model.embed_tokens"
 class NextNHead(ModuleHead):
     """See ``ModuleHead``; the next row's state is the one before the norm."""
 
-    def _inputs(self, token_ids: Tensor, hidden: Tensor, rows: AttentionRows) -> Tensor:
-        """As ``ModuleHead._inputs``, with the embedding zeroed at position 0."""
-        both = super()._inputs(token_ids, hidden, rows)
-        # A norm of zeros is zeros, so this is the norm of a zeroed embedding.
-        both[:, : hidden.shape[1]].masked_fill_((rows.positions == 0)[:, None], 0.0)
-        return both
+    zeroes_first = True
 
     def _states(self, normed: Tensor, residual: Tensor) -> HeadStates:
         return HeadStates(normed, residual)

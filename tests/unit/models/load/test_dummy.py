@@ -107,7 +107,7 @@ def test_a_bf16_model_of_many_layers_stays_finite(tmp_path):
         out = layer.attention.output(values.repeat(1, 2))
         x, residual = layer.post_attention_norm.add(out, residual)
         residual = residual + layer.mlp(x)
-    logits = model.compute_logits(model._final_norm(residual))
+    logits = model.compute_logits(model.final_norm(residual))
     assert logits.isfinite().all()
     assert logits.std() > 0.01
 

@@ -7,7 +7,9 @@ from itertools import cycle
 
 import pytest
 
+from helpers import dense_modules
 from helpers.checkpoints import VOCAB, write_checkpoint, write_llama
+from helpers.dense_modules import ERNIE, MIMO, write_module
 from helpers.harness import run, swapped_by
 from helpers.hybrids import (
     hybrid_config,
@@ -24,11 +26,13 @@ from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.decoder import Decoder
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next"])
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", ERNIE, MIMO])
 def checkpoint(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    if request.param in (ERNIE, MIMO):
+        return write_module(path, request.param, seed=3, tie_word_embeddings=request.param == ERNIE)
     config = hybrid_config(request.param)
-    tensors = hybrid_tensors(config, seed=3)
-    return write_checkpoint(tmp_path_factory.mktemp(request.param), config, merged_experts(tensors))
+    return write_checkpoint(path, config, merged_experts(hybrid_tensors(config, seed=3)))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,17 @@ def latent_twin(tmp_path_factory):
     return write_twin(tmp_path_factory.mktemp("latent_twin"))
 
 
-@pytest.fixture(params=["recurrent_twin", "latent_twin"])
+@pytest.fixture(scope="module")
+def ernie_twin(tmp_path_factory):
+    return dense_modules.write_twin(tmp_path_factory.mktemp("ernie_twin"), ERNIE)
+
+
+@pytest.fixture(scope="module")
+def mimo_twin(tmp_path_factory):
+    return dense_modules.write_twin(tmp_path_factory.mktemp("mimo_twin"), MIMO)
+
+
+@pytest.fixture(params=["recurrent_twin", "latent_twin", "ernie_twin", "mimo_twin"])
 def twin(request):
     return request.getfixturevalue(request.param)
 

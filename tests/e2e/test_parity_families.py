@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, MinistralForCausalLM
 
+from helpers.dense_modules import MIMO, write_module
 from helpers.families import (
     FAMILIES,
     SEEING,
@@ -40,6 +41,7 @@ from sametoken.errors import UnsupportedError
 from sametoken.models.load.sent import SentTensors
 from sametoken.models.load.weights import WeightReader
 from sametoken.models.mistral import MistralForCausalLM
+from sametoken.models.qwen2 import MiMoForCausalLM
 from sametoken.ops.model.gemm.tuning import GemmTable
 from sametoken.ops.triton import TritonKernels
 
@@ -82,6 +84,14 @@ def test_mistral_with_layer_types_is_ministral(data):
         ours = load(directory, kernels)
     assert type(ours) is MistralForCausalLM
     require_parity(ours, theirs, PROMPT, data.draw(st.lists(st.integers(1, 12), max_size=3)))
+
+
+@pytest.mark.parametrize("kernels", BACKENDS)
+def test_mimo_is_qwen2_beside_its_module(tmp_path, kernels):
+    ours = load(write_module(tmp_path, MIMO, seed=2), kernels)
+    assert type(ours) is MiMoForCausalLM
+    theirs = random_model(fixed_config("qwen2", head_dim=8), seed=2)
+    require_parity(ours, theirs, PROMPT, [7])
 
 
 _TYPES = ["full_attention", "sliding_attention", "full_attention"]

@@ -15,6 +15,7 @@ from helpers.checkpoints import (
     write_llama,
     write_safeailab,
 )
+from helpers.dense_modules import ERNIE, MIMO, write_module
 from helpers.families import write_family
 from helpers.harness import request
 from helpers.hybrids import without_mtp, write_hybrid
@@ -42,6 +43,9 @@ MODULES = {
     "qwen3_5": WRITERS["qwen3_5"],
     "nemotron": write_nemotron,
     "deepseek_v3": lambda path, seed: write_nextn(path, seed=seed),
+    **{
+        kind: lambda path, seed, kind=kind: write_module(path, kind, seed) for kind in (ERNIE, MIMO)
+    },
 }
 
 

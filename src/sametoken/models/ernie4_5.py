@@ -1,7 +1,7 @@
 """ERNIE 4.5, dense and with experts: Llama that rotates neighbouring elements of a head.
 
 Rows of q and k are brought to the order of the shared decoder, which rotates halves. A module for
-more tokens (``model.mtp_*``) is not read.
+more tokens (``model.mtp_*``) is not read here but by ``models.heads.mtp``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """MiniMax-M2: norms of q and k over all heads, half of each rotated, and a sigmoid router.
 
-Its modules for more tokens (``model.layers.{num_hidden_layers}.*`` and on) are not read.
+Its modules for more tokens (``model.layers.{num_hidden_layers}.*`` and on) are not read: trained
+ones were not published (MiniMax-AI/MiniMax-M2#47).
 """
 
 from __future__ import annotations

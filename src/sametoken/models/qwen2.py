@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5, and the text decoders of Qwen2-VL and Qwen2.5-VL."""
+"""Qwen2 and Qwen2.5, the text decoders of Qwen2-VL and Qwen2.5-VL, and MiMo-7B."""
 
 from __future__ import annotations
 
@@ -38,3 +38,9 @@ class Qwen2VLForConditionalGeneration(Qwen2ForCausalLM):
         "rope_theta": 1_000_000.0,
         "max_window_layers": 80,
     }
+
+
+class MiMoForCausalLM(Qwen2ForCausalLM):
+    """The same decoder; the tensors of its module for more tokens are read by ``heads.mtp``."""
+
+    unused_prefixes = ("model.mtp_layers.",)

@@ -30,7 +30,11 @@ from sametoken.models.mixtral import MixtralForCausalLM
 from sametoken.models.nemotron_h import NemotronHForCausalLM
 from sametoken.models.olmo2 import Olmo2ForCausalLM, Olmo3ForCausalLM
 from sametoken.models.phi3 import Phi3ForCausalLM
-from sametoken.models.qwen2 import Qwen2ForCausalLM, Qwen2VLForConditionalGeneration
+from sametoken.models.qwen2 import (
+    MiMoForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen2VLForConditionalGeneration,
+)
 from sametoken.models.qwen2_moe import Qwen2MoeForCausalLM
 from sametoken.models.qwen3 import Qwen3ForCausalLM, Qwen3VLForConditionalGeneration
 from sametoken.models.qwen3_5 import (
@@ -65,6 +69,7 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "HunYuanDenseV1ForCausalLM": HunYuanDenseV1ForCausalLM,
     "KimiK2ForCausalLM": DeepseekV3ForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
+    "MiMoForCausalLM": MiMoForCausalLM,
     "MiniMaxM2ForCausalLM": MiniMaxM2ForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
     "MinistralForCausalLM": MistralForCausalLM,

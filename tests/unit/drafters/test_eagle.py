@@ -16,6 +16,7 @@ from helpers.checkpoints import (
     write_llama,
     write_speculators,
 )
+from helpers.dense_modules import ERNIE, MIMO, write_module
 from helpers.drafting import BLOCK_SIZE, CPU, MAX_LEN, Bench, requests_of
 from helpers.hybrids import FULL, hybrid_config, hybrid_tensors, twin_config, twin_tensors
 from sametoken.drafters.eagle import EagleDrafter
@@ -255,13 +256,23 @@ def load_module(directory, config: dict, tensors: dict):
 
 
 def load_random(directory, kind: str, seed: int = 0):
+    if kind in (ERNIE, MIMO):
+        checkpoint = MTPCheckpoint(write_module(directory, kind, seed))
+        target = load_model(directory, **OPTIONS).keeping(checkpoint.aux_layers(3))
+        return target, checkpoint.load(target, **OPTIONS)
     config = hybrid_config(kind, **DENSE)
     return load_module(directory, config, hybrid_tensors(config, seed))
 
 
 @pytest.mark.parametrize(
     ("kind", "k", "temperature"),
-    [("qwen3_5", 3, 0.8), ("qwen3_5", 8, 0.0), ("qwen3_next", 2, 0.0)],
+    [
+        ("qwen3_5", 3, 0.8),
+        ("qwen3_5", 8, 0.0),
+        ("qwen3_next", 2, 0.0),
+        (ERNIE, 3, 0.0),
+        (MIMO, 3, 0.8),
+    ],
 )
 def test_a_module_s_kv_and_drafts_are_those_of_a_run_from_scratch(tmp_path, kind, k, temperature):
     target, head = load_random(tmp_path, kind, seed=k)

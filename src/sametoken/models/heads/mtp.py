@@ -22,7 +22,8 @@ The target's own checkpoint contains the module as ``mtp.*``, beside ``model.*``
 Config keys: ``mtp_num_hidden_layers`` and ``mtp_use_dedicated_embeddings`` (Qwen3.5), and
 ``num_nextn_predict_layers``, which vLLM reads for Qwen3-Next. Without a count there is one layer.
 
-Nemotron-3's module (``mtp_nemotron_h``) runs alike: its two layers of one mixer are such a layer.
+Other families' modules run alike: Nemotron-3's (``mtp_nemotron_h``), whose two layers of one mixer
+are such a layer, ERNIE 4.5's and MiMo's (``mtp_dense``).
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from sametoken.errors import UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import attention_cache, load_centred_norm, rotary_of
 from sametoken.models.decoder import DERIVED_TENSORS, Decoder, DecoderLayer
+from sametoken.models.ernie4_5 import Ernie4_5_MoeForCausalLM
 from sametoken.models.heads.base import HeadReader
+from sametoken.models.heads.mtp_dense import ErnieForm, MiMoForm
 from sametoken.models.heads.mtp_form import (
     ANOTHER_METHOD,
     Module,
@@ -47,6 +50,7 @@ from sametoken.models.heads.mtp_nemotron_h import NemotronHForm
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, WeightReader
 from sametoken.models.nemotron_h import NemotronHForCausalLM
+from sametoken.models.qwen2 import MiMoForCausalLM
 from sametoken.models.qwen3_5 import HybridDecoder, load_gated_attention
 from sametoken.models.registry import ARCHITECTURES
 from sametoken.ops.cache_types import PagedKV
@@ -89,6 +93,8 @@ class QwenForm(ModuleForm):
 _FORMS: dict[type[Decoder], ModuleForm] = {
     HybridDecoder: QwenForm(),
     NemotronHForCausalLM: NemotronHForm(),
+    Ernie4_5_MoeForCausalLM: ErnieForm(),
+    MiMoForCausalLM: MiMoForm(),
 }
 
 

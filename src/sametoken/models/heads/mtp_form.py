@@ -1,8 +1,8 @@
 """What families' multi-token-prediction (MTP, NextN) modules have in common.
 
 Row p takes the token at p + 1 and the target's last hidden state at p, and predicts the token at
-p + 2. ``fc`` maps ``[norm(embedding) | norm(hidden)]``, 2h wide, to h; one layer follows, and runs
-for every further draft too.
+p + 2. ``fc`` maps ``[norm(embedding) | norm(hidden)]``, 2h wide and in one family in the other
+order, to h; one layer follows, and runs for every further draft too.
 """
 
 from __future__ import annotations

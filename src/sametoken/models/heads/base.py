@@ -116,6 +116,11 @@ class BaseHead:
     lm_head: Weight
     token_ids: Tensor | None
 
+    @property
+    def tables(self) -> tuple[Weight, ...]:
+        """Embedding and lm_head, its own or the target's."""
+        return self.embedding, self.lm_head
+
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's states after its final norm; ``forward`` must not write to them."""
         return self.kernels.take_rows(hidden.last, rows)
@@ -139,7 +144,7 @@ class HeadInUse:
     made: Weight
 
 
-Head = TypeVar("Head", bound=EagleHead)
+Head = TypeVar("Head")
 Shared = TypeVar("Shared", bound=Weight | HeadInUse)
 
 
@@ -197,13 +202,13 @@ class HeadReader:
         linear = self.weights.quantization.format_of(name, self.weights.source)
         if linear is None:
             share = self.shared.whole_head
-            return self._made_of(self._own_or_shared(name, rows, hidden_size, share, permutation))
+            return self.made_of(self._own_or_shared(name, rows, hidden_size, share, permutation))
         own = linear.read(self.weights, hidden_size, (Part(name, rows, permutation),))
-        return own if self.token_ids is None else self._made_of(own)
+        return own if self.token_ids is None else self.made_of(own)
 
     def target_lm_head(self) -> Weight:
         """``lm_head_of`` the target's, which the reader packs and rounds as projections."""
-        return self._made_of(self.shared.whole_head())
+        return self.made_of(self.shared.whole_head())
 
     def _own_or_shared(
         self,
@@ -219,14 +224,15 @@ class HeadReader:
         shared = share()
         if (shared.out_features, shared.in_features) != (rows, hidden_size):
             raise DrafterMismatchError(
-                f"the EAGLE head has no {name} of its own and expects one of "
+                f"the draft head has no {name} of its own and expects one of "
                 f"{rows} x {hidden_size}, the target's is {shared.out_features} x "
                 f"{shared.in_features}",
                 _ANOTHER_HEAD,
             )
         return shared
 
-    def _made_of(self, whole: Weight | HeadInUse) -> Weight:
+    def made_of(self, whole: Weight | HeadInUse) -> Weight:
+        """``lm_head_of`` a whole one, with the reader's tokens and rounding."""
         weights = self.weights
         return lm_head_of(weights.kernels, whole, self.token_ids, quantize_fp8=weights.quantize_fp8)
 
@@ -241,6 +247,7 @@ class HeadCheckpoint(ABC, Generic[Head]):
     Attributes:
         unused_tensors: endings of tensor names that are not read.
         optional_tensors: optional tensors that a dummy head has.
+        num_own_tokens: tokens that it proposes by a map of its own; None: it has none.
         prefix: of its tensors in a target's checkpoint; "" in one of its own.
         quantization: the formats of its linears.
 
@@ -251,6 +258,7 @@ class HeadCheckpoint(ABC, Generic[Head]):
 
     unused_tensors: ClassVar[tuple[str, ...]] = UNUSED_TENSORS
     optional_tensors: tuple[str, ...] = ()
+    num_own_tokens: int | None = None
     prefix: str = ""
     quantization: Quantization = UNQUANTIZED
 
@@ -267,6 +275,14 @@ class HeadCheckpoint(ABC, Generic[Head]):
             DrafterMismatchError: another vocabulary, hidden size or number of layers.
         """
         ...
+
+    def drafting(self, k: int) -> Self:
+        """This checkpoint for k drafts a step.
+
+        Raises:
+            ConfigError: the head makes fewer.
+        """
+        return self
 
     def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """The target's layers whose inputs the head reads, in its order.
@@ -365,7 +381,7 @@ def refuse(location: str, *features: tuple[object, str]) -> None:
     for found, what in features:
         if found:
             raise UnsupportedError(
-                f"{location}: an EAGLE head with {what} is not supported", "use another head"
+                f"{location}: a draft head with {what} is not supported", "use another head"
             )
 
 
@@ -381,7 +397,7 @@ def require_sizes(vocab_size: int, hidden_size: int, target: ModelConfig) -> Non
     ):
         if mine != theirs:
             raise DrafterMismatchError(
-                f"the EAGLE head expects a target of {mine} {what}, the target has {theirs}",
+                f"the draft head expects a target of {mine} {what}, the target has {theirs}",
                 _ANOTHER_HEAD,
             )
 
@@ -394,7 +410,7 @@ def require_layers(ids: tuple[int, ...], num_target_layers: int) -> None:
     """
     if not all(0 <= i <= num_target_layers for i in ids):
         raise DrafterMismatchError(
-            f"the EAGLE head reads layers {ids}, the target has {num_target_layers} layers",
+            f"the draft head reads layers {ids}, the target has {num_target_layers} layers",
             _ANOTHER_HEAD,
         )
 

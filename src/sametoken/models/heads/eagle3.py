@@ -81,17 +81,15 @@ from sametoken.models.heads.layer_config import (
     read_head_quantization,
     read_layer_config,
 )
+from sametoken.models.heads.own_tokens import ascending, read_own_tokens
 from sametoken.models.heads.stored_names import LAYER
 from sametoken.models.load.files import read_settings
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.settings import COMPARE, MAX_LAYERS, Settings
-from sametoken.models.load.sources import dtype_name
 from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.backend import AttentionRows, KeptRows
 from sametoken.ops.cache_types import PagedKV
 from sametoken.state.caches import ModelCache
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +304,7 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
         self.quantization = read_head_quantization(given)
         if self.config.has_token_map:
             self.optional_tensors = ("lm_head.weight",)
+            self.num_own_tokens = self.config.draft_vocab_size
 
     def require_fit(self, target: ModelConfig) -> None:
         """Refuse a target of another vocabulary, hidden size or depth."""
@@ -330,9 +329,8 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
         own_ids, permutation = self._token_ids(), None
         if own_ids is not None:
             assert reader.token_ids is None
-            # The rank of each id: where its row stands among ascending ids.
-            permutation = own_ids.argsort(stable=True).argsort()
-            own_ids = own_ids.sort().values.to(weights.device)
+            own_ids, permutation = ascending(own_ids)
+            own_ids = own_ids.to(weights.device)
         return Eagle3Head(
             config=config,
             kernels=weights.kernels,
@@ -355,32 +353,11 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
             return None
         if self._is_dummy:
             return torch.arange(self.config.draft_vocab_size)
-        return _mapped_ids(self._directory, self.config)
-
-
-def _mapped_ids(directory: Path, config: Eagle3Config) -> Tensor:
-    """[draft vocabulary] target ids from the offsets ``d2t``."""
-    source = open_weights(directory)
-    shape = source.shape("d2t") if "d2t" in source.names() else None
-    if shape != (config.draft_vocab_size,):
-        found = "none" if shape is None else f"shape {list(shape)}"
-        raise CheckpointError(
-            f"{directory} needs d2t of shape [{config.draft_vocab_size}], found {found}",
-            "check that config and weights belong together",
+        config = self.config
+        return read_own_tokens(
+            open_weights(self._directory),
+            "d2t",
+            config.draft_vocab_size,
+            config.layer.vocab_size,
+            as_offsets=True,
         )
-    dtype = source.stored_dtype("d2t")
-    if dtype not in _INTEGERS:
-        raise CheckpointError(
-            f"{directory}: d2t has dtype {dtype_name(dtype)}, no integers",
-            "check that config and weights belong together",
-        )
-    offsets = torch.cat(list(source.stored_chunks("d2t")))
-    token_ids = torch.arange(config.draft_vocab_size) + offsets
-    low, high = torch.aminmax(token_ids)
-    if low < 0 or high >= config.layer.vocab_size:
-        raise CheckpointError(
-            f"{directory}: d2t leads to token ids {int(low)}..{int(high)}, "
-            f"outside a vocabulary of {config.layer.vocab_size}",
-            "check that config and weights belong together",
-        )
-    return token_ids

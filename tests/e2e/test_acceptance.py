@@ -10,7 +10,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.harness import Shape, allocate, build, draft_model, request, requests_of, swapped_by
+from helpers.harness import (
+    Shape,
+    allocate,
+    build,
+    draft_model,
+    request,
+    requests_of,
+    state_head,
+    swapped_by,
+)
 from helpers.lookups import ngram_drafter
 from helpers.spoilt import Spoilt, make_stream, measure, spoilt_at
 from helpers.toy import MODULUS, ToyModel
@@ -85,7 +94,11 @@ class LookaheadDrafter:
         return int(self.coupling.choose(logits, slot, torch.tensor([position])))
 
 
-DRAFTERS = {"self": self_drafter, "lookahead": LookaheadDrafter}
+DRAFTERS = {
+    "self": self_drafter,
+    "lookahead": LookaheadDrafter,
+    "state": lambda parts: state_head(parts, MODEL),
+}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

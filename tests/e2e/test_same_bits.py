@@ -21,10 +21,12 @@ from helpers.checkpoints import (
 )
 from helpers.harness import Ran, collect, request
 from helpers.recorded import RecordedLogits
+from helpers.state_heads import write_medusa, write_mlp
 from helpers.static_steps import in_steps
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 
+METHODS = "ngram", "self", "eagle", "ngram-64", "other", "eagle3", "mlp", "medusa"
 MAX_TOKENS = 16
 PROMPTS = {
     "short": (3, 5),
@@ -76,6 +78,8 @@ def drafters(target, tmp_path_factory):
         "other": {"method": "draft_model", "model": str(other), "num_speculative_tokens": 4},
         "eagle": {"method": "eagle", "model": str(first), "num_speculative_tokens": 3},
         "eagle3": {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3},
+        "mlp": {"model": str(write_mlp(tmp_path_factory.mktemp("mlp")))},
+        "medusa": {"model": str(write_medusa(tmp_path_factory.mktemp("medusa")))},
     }
 
 
@@ -96,7 +100,7 @@ def plain(target, dtype: str, temperature: float):
     ("method", "dtype", "temperature"),
     [
         (method, dtype, 0.8 * ((i + j) % 2))
-        for i, method in enumerate(("ngram", "self", "eagle", "ngram-64", "other", "eagle3"))
+        for i, method in enumerate(METHODS)
         for j, dtype in enumerate(("bfloat16", "float32"))
     ],
 )

@@ -16,7 +16,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from helpers.harness import Ran, ScriptedDrafter, Shape, build, collect, draft_model, request, run
+from helpers.harness import (
+    Ran,
+    ScriptedDrafter,
+    Shape,
+    build,
+    collect,
+    draft_model,
+    request,
+    run,
+    state_head,
+)
 from helpers.lookups import ngram_drafter
 from helpers.static_steps import CHOICE, DeviceChoices, chosen_steps
 from helpers.toy import ToyModel
@@ -65,6 +75,8 @@ def make_drafter(kind: str, seed: int = 0):
     if kind == "ngram":
         lookup = device_lookup if chosen_steps() == "kernels" else reference.lookup
         return lambda parts: ngram_drafter(parts.shape.num_drafts, lookup=lookup)
+    if kind == "state":
+        return lambda parts: state_head(parts, MODEL)
     return self_drafter
 
 
@@ -76,7 +88,7 @@ class SameTokens(RuleBasedStateMachine):
     @initialize(
         data=st.data(),
         kernels=st.sampled_from(list(BACKENDS)),
-        kind=st.sampled_from((*SCRIPTS, "ngram", "self")),
+        kind=st.sampled_from((*SCRIPTS, "ngram", "self", "state")),
         steps_in_flight=st.integers(1, 3),
         num_drafts=st.integers(1, 4),
         chunk=st.sampled_from((4, 8, 16)),
@@ -191,7 +203,7 @@ TestSameTokensOfKernels.settings = settings(max_examples=3, stateful_step_count=
 @pytest.mark.usefixtures("layouts")
 @pytest.mark.parametrize(
     ("kind", "steps_in_flight"),
-    [(kind, 1 + i % 3) for i, kind in enumerate((*SCRIPTS, "ngram", "self"))],
+    [(kind, 1 + i % 3) for i, kind in enumerate((*SCRIPTS, "ngram", "self", "state"))],
 )
 def test_every_drafter_leaves_every_token_alone(kind, steps_in_flight):
     prompts = [(1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 3, 4, 5, 6, 7, 8, 3), (4,), tuple(range(10)) * 2]
@@ -231,7 +243,7 @@ def assert_acceptance(kind: str, ran: Ran) -> None:
         assert ran.accepted > 0
 
 
-@pytest.mark.parametrize("kind", ["right", "wrong", "empty", "mixed", "ngram", "self"])
+@pytest.mark.parametrize("kind", ["right", "wrong", "empty", "mixed", "ngram", "self", "state"])
 def test_few_requests(kind, monkeypatch):
     """By the Triton kernels of a step and of choices, which the interpreter runs slowly."""
     monkeypatch.setenv(CHOICE, os.environ.get(CHOICE, "kernels"))

@@ -25,6 +25,7 @@ from helpers.harness import request, requests_of
 from helpers.hybrids import hybrid_config, hybrid_tensors, merged_experts, twin_config, twin_tensors
 from helpers.nemotron import write_nemotron
 from helpers.recorded import RecordedLogits
+from helpers.state_heads import MEDUSA, MLP, write_circle, write_circle_head
 from helpers.thread_ranks import engine_over_threads
 from helpers.two_ranks import MAX_TOKENS, VOCAB, answer, config_of, drive, requests
 from sametoken.engine.build import build_engine
@@ -70,6 +71,9 @@ def files(tmp_path_factory):
         "nemotron": write_nemotron(folder / "nemotron", seed=4, moe_latent_size=6, **SIZES),
         "granite": write_family(folder / "granite", "granite_hybrid", **one_group),
         "falcon": write_family(folder / "falcon", "falcon_h1", **one_group),
+        "circle": write_circle(folder / "circle", **SIZES),
+        MEDUSA: write_circle_head(folder / MEDUSA, MEDUSA, VOCAB),
+        MLP: write_circle_head(folder / MLP, MLP, VOCAB),
     }
 
 
@@ -80,6 +84,8 @@ def speculation(files, method, kind="llama"):
     if method in ("eagle", "eagle3", "headless"):
         name = "eagle" if method == "eagle" else "eagle3"
         return {"method": name, "model": str(files[method]), "num_speculative_tokens": 2}
+    if method in (MEDUSA, MLP):
+        return {"method": method, "model": str(files[method])}
     return DRAFTS[method]
 
 
@@ -154,6 +160,7 @@ def test_a_drafter_that_is_the_target_is_always_right(files, kind):
     [
         *(("llama", method) for method in ("eagle", "eagle3", "headless")),
         *((kind, "mtp") for kind in ("dense", "experts")),
+        *(("circle", method) for method in (MEDUSA, MLP)),
     ],
 )
 def test_a_head_is_right_as_often_as_with_one_rank(files, kind, method):

@@ -9,6 +9,7 @@ from helpers.families import write_family
 from helpers.harness import request
 from helpers.hybrids import FULL, LINEAR, hybrid_tensors
 from helpers.nextn_files import nextn_tensors
+from helpers.state_heads import medusa_tensors, mlp_tensors, write_medusa, write_mlp
 
 SIZES = {
     "vocab_size": 1500,
@@ -60,13 +61,17 @@ OPTIONS = {
 
 
 def write_files(folder, architecture: str):
-    """A target, a draft model that disagrees with it, and an EAGLE-3 head."""
+    """A target, a draft model that disagrees with it, an EAGLE-3 head, and heads without KV."""
     target = write_target(folder / "target", architecture)
     other = write_target(folder / "other", architecture, seed=9)
     head = write_safeailab(
         folder / "head", head_tensors(**SIZES), **SIZES | {"num_hidden_layers": 1}
     )
-    return {"target": target, "other": other, "head": head}
+    sizes = {key: SIZES[key] for key in ("vocab_size", "hidden_size")}
+    medusa = write_medusa(folder / "medusa", medusa_tensors(**sizes), **sizes)
+    widths = {"emb_dim": sizes["hidden_size"], "inner_dim": 128, "scale_input": True}
+    mlp = write_mlp(folder / "mlp", mlp_tensors(width=128, **sizes), **sizes | widths)
+    return {"target": target, "other": other, "head": head, "medusa": medusa, "mlp": mlp}
 
 
 def write_target(folder, architecture: str, seed: int = 0, *, tied: bool = False, **changes):
@@ -154,6 +159,8 @@ def speculation(files) -> dict[str, dict | None]:
             "model": str(files["head"]),
             "num_speculative_tokens": 3,
         },
+        "medusa": {"model": str(files["medusa"])},
+        "mlp": {"model": str(files["mlp"])},
         "suffix": {
             "method": "suffix",
             "num_speculative_tokens": 6,

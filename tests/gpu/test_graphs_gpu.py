@@ -57,7 +57,7 @@ REQUESTS = {"plain": plain_requests, "cut": cut_requests}
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("kind", REQUESTS)
-@pytest.mark.parametrize("method", ["plain", "ngram", "other", "eagle3"])
+@pytest.mark.parametrize("method", ["plain", "ngram", "other", "eagle3", "medusa", "mlp"])
 def test_no_step_waits_for_the_device(files, method, kind):
     """Torch raises on any implicit synchronisation; only reading a landed result may wait."""
     core = build(files, method)
@@ -75,7 +75,7 @@ def test_no_step_waits_for_the_device(files, method, kind):
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
-@pytest.mark.parametrize("method", ["ngram", "self", "other", "eagle3"])
+@pytest.mark.parametrize("method", ["ngram", "self", "other", "eagle3", "medusa", "mlp"])
 def test_acceptance_by_position_is_that_of_eager_mode(files, method, kind):
     items = [*REQUESTS[kind](16, MAX_TOKENS)]
     core = build(files, method)

@@ -37,7 +37,8 @@ def truth(files):
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 @pytest.mark.parametrize("max_num_seqs", [1, 7, 64])
 @pytest.mark.parametrize(
-    "method", ["plain", "ngram", "self", "other", "eagle3", "suffix", "cascade"]
+    "method",
+    ["plain", "ngram", "self", "other", "eagle3", "medusa", "mlp", "suffix", "cascade"],
 )
 def test_the_same_tokens(files, truth, method, max_num_seqs, eager):
     count = 12 if max_num_seqs == 1 else 64

@@ -13,9 +13,11 @@ import torch
 from helpers.recorded import emitted_rows, noted, watched
 from helpers.recurrent import poison
 from helpers.static_steps import STEPS, captured_shapes_of, chosen_steps, launcher_of
+from helpers.toy import ToyHead
 from sametoken.drafters.base import Drafts, NoDrafter
 from sametoken.drafters.context import Coupling
 from sametoken.drafters.draft_model import DraftModelDrafter
+from sametoken.drafters.state_head import StateDrafter
 from sametoken.engine.core import EngineCore
 from sametoken.ops.cache_types import common_window
 from sametoken.ops.reference import ReferenceKernels
@@ -124,6 +126,13 @@ def draft_model(parts: Parts, model) -> DraftModelDrafter:
     kv = allocate(model.caches, parts.shape, parts.shape.num_drafts)
     coupling = Coupling(parts.kernels.sample, parts.table)
     return DraftModelDrafter(model, kv, parts.shape.num_drafts, coupling)
+
+
+def state_head(parts: Parts, model) -> StateDrafter:
+    """A head without KV that knows what the toy ``model`` will say."""
+    coupling = Coupling(parts.kernels.sample, parts.table)
+    head = ToyHead(parts.kernels, (), (), None, model)
+    return StateDrafter(head, parts.shape.num_drafts, coupling)
 
 
 def build(

@@ -6,11 +6,15 @@ the row's KV, so any wrong address, stale block or rejected row changes the outp
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from sametoken.layers.residual import kept_of
 from sametoken.models.base import HiddenStates, ModelConfig
+from sametoken.models.heads.base import HeadStates
+from sametoken.models.heads.state_head import StateHead
 from sametoken.ops.cache_types import PagedKV
 
 MODULUS = 1_000_003
@@ -81,3 +85,18 @@ class ToyModel:
         for token in tokens:
             value = (value * 31_337 + token + 17) % MODULUS
         return value
+
+
+@dataclass(frozen=True)
+class ToyHead(StateHead):
+    """The toy target as a head without KV: its state is the hash of all tokens before."""
+
+    model: ToyModel
+
+    def forward(self, index, token_ids, states):
+        hashes = (states[:, 0].nan_to_num().long() * 31_337 + token_ids + 17) % MODULUS
+        state = torch.stack((hashes.double(), torch.ones(len(hashes))), dim=1)
+        return HeadStates(state, state)
+
+    def compute_logits(self, index, last):
+        return self.model.compute_logits(last)

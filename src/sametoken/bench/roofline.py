@@ -22,6 +22,7 @@ from sametoken.layers.squared_relu import SquaredReluMoE
 from sametoken.models.base import ModelConfig
 from sametoken.models.heads.eagle3 import Eagle3Head
 from sametoken.models.heads.mtp_form import ModuleHead
+from sametoken.models.heads.state_head import StateHead
 from sametoken.models.loader import read_config
 from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.model.recurrent.rule import STATE_STRIDE
@@ -209,6 +210,10 @@ def draft_pass(config: SpeculativeConfig, target: ModelConfig, target_path: Path
         experts, num_experts = _elements(mixture), routed.router.weight.out_features
         unread = _elements(routed.experts) * (num_experts - routed.routing.top_k) // num_experts
     layers = _elements(head) - fusion - experts
+    if isinstance(head, StateHead):
+        # Each draft reads its own.
+        layers = sum(_elements(one) for several in head.linears for one in several)
+        layers //= len(head.linears)
     return DraftPass(layers, _elements(head.lm_head), fusion, experts - unread)
 
 

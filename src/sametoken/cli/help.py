@@ -128,7 +128,7 @@ def _default(one: dataclasses.Field[Any]) -> str:
             f"{name} {one.num_tokens}" for name, one in TABLE.items() if one.num_tokens
         )
         return (
-            f"{known}, suffix its tree's depth; eagle and eagle3 what the head's config.json "
-            f"states, else {HEAD_NUM_TOKENS}"
+            f"{known}, suffix its tree's depth; other heads what their config.json states, else "
+            f"{HEAD_NUM_TOKENS}"
         )
     return "none" if one.default in (None, "") else str(one.default)

@@ -51,8 +51,8 @@ def needs_of_drafter(
             checkpoint has no head.
         UnsupportedError: the method or the drafter is not implemented.
         DrafterMismatchError: the head was trained for another target.
-        ConfigError: a layer to extract does not exist, or a token map is given for a head with
-            its own.
+        ConfigError: a layer to extract does not exist, a token map is given for a head with its
+            own, or a head makes fewer drafts.
     """
     if spec is None:
         return DrafterNeeds()
@@ -63,8 +63,9 @@ def needs_of_drafter(
         return draft_model.needs_of(spec, dtype, load_format)
     if kind is Kind.HEAD:
         head = fitting_head(spec, target, target_path, load_format)
-        lookahead = eagle.lookahead_slots(spec.num_model_tokens)
-        return DrafterNeeds(head.aux_layers(target.num_layers), head.caches(dtype), lookahead)
+        caches = head.caches(dtype)
+        lookahead = eagle.lookahead_slots(spec.num_model_tokens) if caches else 0
+        return DrafterNeeds(head.aux_layers(target.num_layers), caches, lookahead)
     return DrafterNeeds()
 
 

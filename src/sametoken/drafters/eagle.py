@@ -25,6 +25,7 @@ from sametoken.drafters.base import (
     require_memory,
 )
 from sametoken.drafters.context import Coupling, DraftContext
+from sametoken.drafters.state_head import StateDrafter
 from sametoken.errors import ConfigError, DrafterMismatchError, UnsupportedError, in_words
 from sametoken.io.files import read_json
 from sametoken.models.base import CausalLM, ModelConfig
@@ -35,6 +36,7 @@ from sametoken.models.heads.eagle3 import Eagle3Checkpoint, Eagle3Head
 from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.heads.mtp_form import MTPHead
 from sametoken.models.heads.nextn import NextNCheckpoint, NextNHead
+from sametoken.models.heads.state_head import StateHead, StateHeadCheckpoint
 from sametoken.models.load.sources import TensorSource
 from sametoken.ops.backend import Kernels
 from sametoken.ops.step.types import Chains
@@ -42,8 +44,10 @@ from sametoken.ops.weight import Weight
 from sametoken.state.caches import ModelCache
 from sametoken.types.speculative_methods import TABLE
 
-Checkpoint = Eagle1Checkpoint | Eagle3Checkpoint | MTPCheckpoint | NextNCheckpoint
-Head = Eagle1Head | Eagle3Head | MTPHead | NextNHead
+Checkpoint = (
+    Eagle1Checkpoint | Eagle3Checkpoint | MTPCheckpoint | NextNCheckpoint | StateHeadCheckpoint
+)
+Head = Eagle1Head | Eagle3Head | MTPHead | NextNHead | StateHead
 
 _REMEDY = "give a JSON list of token ids, as `sametoken train token-map` writes it"
 
@@ -178,12 +182,14 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
 
     def made_of(other: CausalLM, kernels: Kernels) -> Weight:
         assert isinstance(other, Decoder)
-        return lm_head_of(kernels, other.whole_head(), token_ids, quantize_fp8=quantize_fp8)
+        return lm_head_of(kernels, other.whole_head(), head.token_ids, quantize_fp8=quantize_fp8)
 
     def attach(kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
+        if isinstance(head, StateHead):
+            return StateDrafter(head, k, coupling)
         return EagleDrafter(head, require_memory(kv_cache), k, coupling)
 
-    def reload(source: TensorSource, over: CausalLM, kernels: Kernels) -> EagleHead:
+    def reload(source: TensorSource, over: CausalLM, kernels: Kernels) -> Head:
         assert isinstance(over, Decoder)
         # The target in use may have given its memory back. And its parts, on several ranks, read
         # their checkpoint, which updates leave behind.
@@ -198,11 +204,11 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
         return new
 
     shared = {id(target.embedding), id(target.head)}
-    own = (one.nbytes for one in (head.embedding, head.lm_head) if id(one) not in shared)
+    own = {id(one): one.nbytes for one in head.tables if id(one) not in shared}
     return LoadedDrafter(
         head.caches,
         attach,
-        weights_bytes=head.nbytes + sum(own),
+        weights_bytes=head.nbytes + sum(own.values()),
         model=head,
         reload=reload,
         in_target=checkpoint.prefix if spec.model is None else None,
@@ -233,17 +239,13 @@ def fitting_head(
     Arguments and errors as in ``drafters.build.needs_of_drafter``.
     """
     directory = target_path if spec.model is None else Path(spec.model)
-    checkpoint: Checkpoint = named(TABLE[spec.method].head)(directory, load_format=load_format)
+    given: Checkpoint = named(TABLE[spec.method].head)(directory, load_format=load_format)
+    checkpoint = given.drafting(spec.num_model_tokens)
     checkpoint.require_fit(target)
-    if spec.token_map is not None:
-        _require_whole_vocabulary(checkpoint)
-    return checkpoint
-
-
-def _require_whole_vocabulary(checkpoint: Checkpoint) -> None:
-    if isinstance(checkpoint, Eagle3Checkpoint) and checkpoint.config.has_token_map:
-        own, whole = checkpoint.config.draft_vocab_size, checkpoint.config.layer.vocab_size
+    if spec.token_map is not None and checkpoint.num_own_tokens is not None:
         raise ConfigError(
-            f"the EAGLE-3 head proposes {own} of {whole} tokens by a map of its own",
+            f"the draft head proposes {checkpoint.num_own_tokens} of {target.vocab_size} tokens by "
+            "a map of its own",
             'leave "token_map" out',
         )
+    return checkpoint

@@ -127,8 +127,9 @@ class Requested:
     def all_states(self) -> bool:
         """See ``Step``; alike on all ranks, though only rank 0 drafts and records."""
         spec, last = self.config.speculative_config, self.architecture.num_layers
-        is_head = spec is not None and spec.method in HEADS
-        drafter_reads = is_head and not self.needs.aux_layers
+        # Heads without KV read sampled rows alone.
+        has_kv = spec is not None and spec.method in HEADS and bool(self.needs.caches)
+        drafter_reads = has_kv and not self.needs.aux_layers
         records = self.config.enable_return_routed_experts
         return drafter_reads or last in self.needs.aux_layers or records
 

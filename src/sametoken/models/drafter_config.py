@@ -38,7 +38,7 @@ def complete_drafter(
     method = spec.method or _method(path, config)
     complete = replace(spec, method=method)
     if not complete.is_complete:
-        k = _own_k(config) or max(HEAD_NUM_TOKENS, complete.num_model_tokens)
+        k = _own_k(config, method) or max(HEAD_NUM_TOKENS, complete.num_model_tokens)
         complete = replace(complete, num_speculative_tokens=k)
     why = f"completed for {path}: {method}, {complete.num_speculative_tokens} drafts per step"
     return complete, {"speculative_config": why}
@@ -55,6 +55,8 @@ def _method(path: Path, config: Mapping[str, Any]) -> str:
     # The longest part tells: "eagle3" holds "eagle".
     if found := [one for one in parts if one[0] in architectures]:
         return max(found, key=lambda one: len(one[0]))[1]
+    if (stated := config.get("model_type")) in METHODS:
+        return str(stated)
     # A head of the first EAGLE has the config.json of a Llama.
     has_weights = any(any(path.glob(one)) for one in _WEIGHTS)
     # Quantized or not.
@@ -62,10 +64,12 @@ def _method(path: Path, config: Mapping[str, Any]) -> str:
     return "eagle" if any(name.startswith("fc.weight") for name in names) else "draft_model"
 
 
-def _own_k(config: Mapping[str, Any]) -> int | None:
-    """The drafts per step that a ``speculators`` config proposes."""
+def _own_k(config: Mapping[str, Any], method: str) -> int | None:
+    """The drafts per step that a head's config proposes, in ``speculators``' form or its own."""
     nested = config.get("speculators_config")
     methods = nested.get("proposal_methods") if isinstance(nested, dict) else None
     first = methods[0] if isinstance(methods, list) and methods else None
-    k = first.get("speculative_tokens") if isinstance(first, dict) else None
-    return k if type(k) is int and 1 <= k <= MAX_SPECULATIVE_TOKENS else None
+    stated = [first.get("speculative_tokens")] if isinstance(first, dict) else []
+    stated += [config.get(key) for key in TABLE[method].own_k]
+    possible = (k for k in stated if type(k) is int and 1 <= k <= MAX_SPECULATIVE_TOKENS)
+    return next(possible, None)

@@ -91,7 +91,8 @@ class SpeculativeConfig:
     )
     num_speculative_tokens: int = option(
         0,
-        f"maximum number of drafts per step, k; mtp: at most {TABLE['mtp'].limits[1]}",
+        f"maximum number of drafts per step, k; mtp: at most {TABLE['mtp'].limits[1]}; medusa and "
+        "mlp_speculator: at most those of the head",
         limits=(1, MAX_SPECULATIVE_TOKENS),
         methods=METHODS,
     )

@@ -41,6 +41,7 @@ class Method:
         limits: least and greatest k.
         head: "module:class" of a draft head's checkpoint, or "module:function" that chooses it.
         architectures: parts of an architecture's name, in lower case, that tell the method.
+        own_k: keys of a head's config.json that tell how many tokens it drafts.
     """
 
     kind: Kind
@@ -50,6 +51,7 @@ class Method:
     limits: tuple[int, int] = (1, MAX_SPECULATIVE_TOKENS)
     head: str = ""
     architectures: tuple[str, ...] = ()
+    own_k: tuple[str, ...] = ()
 
 
 #: The method that records hidden states and drafts nothing.
@@ -84,6 +86,22 @@ TABLE: dict[str, Method] = {
         limits=(1, 8),
         head=f"{_HEADS}.own_module:open_module",
         architectures=("mtp", "nextn"),
+    ),
+    "medusa": Method(
+        Kind.HEAD,
+        _HEAD,
+        _NEEDED,
+        head=f"{_HEADS}.medusa:MedusaCheckpoint",
+        architectures=("medusa",),
+        own_k=("num_heads", "medusa_num_heads"),
+    ),
+    "mlp_speculator": Method(
+        Kind.HEAD,
+        _HEAD,
+        _NEEDED,
+        head=f"{_HEADS}.mlp_speculator:MLPSpeculatorCheckpoint",
+        architectures=("mlpspeculator",),
+        own_k=("n_predict",),
     ),
     EXTRACT: Method(Kind.RECORDER, f"{_DRAFTERS}.extract:load", limits=(0, 1)),
 }

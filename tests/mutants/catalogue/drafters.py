@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mutants.catalogue.planting import LAW, STATIC, instead_of, mutant
+from mutants.catalogue.planting import LAW, STATIC, instead_of, mutant, optimistic_end
 from mutants.catalogue.shared_tests import EAGLE_HEAD, MTP_MODULE, NEMOTRON, NEXTN
-from sametoken.drafters import eagle
+from sametoken.drafters import eagle, state_head
 from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.context import DraftContext
 from sametoken.drafters.eagle import EagleDrafter
@@ -24,6 +24,10 @@ SHARED_HEAD = (
 )
 CASCADE = "tests/e2e/test_cascade.py::test_the_model_s_kv_is_whole_after_turns_of_the_lookup[1]"
 PREFIXES = "tests/e2e/test_acceptance.py::test_shared_prefixes_and_chunk_edges_cost_no_acceptance"
+STATE = (
+    "tests/e2e/test_acceptance.py::test_exactly_the_drafts_before_the_spoilt_one_are_accepted"
+    "[state-1-late-0.0]"
+)
 NEMOTRON_TWIN = f"{NEMOTRON}_a_module_that_is_its_target_s_twin_is_always_accepted[8-5-1]"
 NEMOTRON_END = f"{NEMOTRON}_a_request_may_end_at_the_longest_length"
 
@@ -38,6 +42,14 @@ def draft_columns_are_taken_for_tokens(patch: pytest.MonkeyPatch) -> None:
 @mutant("draft-head-keeps-the-lm-head-of-older-weights", LAW, SHARED_HEAD, "acceptance")
 def no_shared_lm_head_is_known(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(eagle, "SharedHead", lambda weight, made_of: None)
+
+
+@mutant("state-head-starts-at-a-rejected-row", LAW, STATE, "acceptance")
+@mutant("state-head-starts-at-a-rejected-static-row", LAW, STATE, "acceptance", STATIC)
+def chains_start_as_if_every_draft_were_accepted(patch: pytest.MonkeyPatch) -> None:
+    @instead_of(patch, state_head, "_last_accepted")
+    def mutant(last_accepted, context):
+        return last_accepted(replace(context, end=optimistic_end(context.x)))
 
 
 @mutant("nextn-embedding-at-position-0-not-zeroed", "docs/decisions/0031", NEXTN, "position")

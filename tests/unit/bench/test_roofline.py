@@ -8,9 +8,10 @@ import json
 import pytest
 import torch
 
-from helpers.checkpoints import HIDDEN, LLAMA, write_llama
+from helpers.checkpoints import HIDDEN, LLAMA, VOCAB, write_llama
 from helpers.hybrids import EXPERTS, hybrid_config
 from helpers.nemotron import nemotron_config
+from helpers.state_heads import WIDTH, write_mlp
 from sametoken.bench.roofline import draft_elements, read_bandwidth, step_traffic
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.build import build_engine
@@ -67,6 +68,11 @@ def test_a_drafter_s_weights_are_read_once_per_pass(tmp_path, k):
     eagle3 = Eagle3Checkpoint(path, load_format="dummy").load(target, **OPTIONS)
     step = k * head_bytes(eagle3, [eagle3]) + eagle3.fc.nbytes
     assert 4 * elements("eagle3", k, path, whole) == step
+
+    # Each draft has its own projection, and the first one reads the target's state.
+    path = write_mlp(tmp_path / "mlp", n_predict=5)
+    read = HIDDEN * WIDTH + (k - 1) * WIDTH**2 + k * VOCAB * WIDTH
+    assert elements("mlp_speculator", k, path, whole) == read
 
 
 def test_a_hybrid_draft_model_s_layers_are_those_that_it_has(tmp_path):

@@ -45,7 +45,7 @@ def test_the_table_has_every_key_with_its_values_default_and_methods():
     assert keys["token_map"].values == "text"
     assert (keys["prompt_lookup_max"].default, keys["model"].default) == ("5", "none")
     assert keys["suffix_decoding_min_token_prob"].methods == "suffix"
-    assert keys["cascade"].methods == "draft_model, eagle, eagle3, mtp"
+    assert keys["cascade"].methods == "draft_model, eagle, eagle3, mtp, medusa, mlp_speculator"
     for method, k in (("ngram", 8), ("draft_model", 4), ("mtp", 3)):
         assert f"{method} {k}" in keys["num_speculative_tokens"].default
 

@@ -17,7 +17,7 @@ from helpers.checkpoints import LLAMA, NO_FC, VOCAB, head_tensors, write_llama, 
 from helpers.families import write_family
 from helpers.harness import request, run, swapped_by
 from helpers.hybrids import write_hybrid
-from helpers.toy import toy_config
+from helpers.toy import ToyModel, toy_config
 from sametoken.config import EngineConfig
 from sametoken.drafters.base import DrafterNeeds
 from sametoken.engine.build import _reads, build_engine
@@ -75,6 +75,8 @@ def test_it_says_what_it_decided(target):
         (speculative("eagle3", 3), (2, 4, 8), True),
         (speculative("eagle3", 3), (), True),
         (speculative("mtp", 3), (), True),
+        (speculative("medusa", 3, "heads"), (), False),
+        (speculative("mlp_speculator", 3, "heads"), (), False),
         ({"enable_return_routed_experts": True}, (), True),
     ],
 )
@@ -82,8 +84,10 @@ def test_who_reads_the_last_layer_s_states_of_all_rows(options, aux_layers, expe
     """On every rank the same, wherever the drafter is."""
     config = EngineConfig.from_options(model="any", **options)
     architecture = replace(toy_config(8), num_layers=8)
-    requested = requested_of(config, architecture)
-    assert replace(requested, needs=DrafterNeeds(aux_layers)).all_states == expected
+    requested, spec = requested_of(config, architecture), config.speculative_config
+    keeps_kv = spec is not None and spec.method not in ("medusa", "mlp_speculator")
+    needs = DrafterNeeds(aux_layers, ToyModel().caches if keeps_kv else ())
+    assert replace(requested, needs=needs).all_states == expected
 
 
 def requested_of(config: EngineConfig, architecture: ModelConfig) -> Requested:

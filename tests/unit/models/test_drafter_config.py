@@ -16,6 +16,7 @@ from helpers.checkpoints import (
     write_safeailab,
     write_speculators,
 )
+from helpers.state_heads import write_medusa, write_mlp
 from sametoken.config import SpeculativeConfig
 from sametoken.errors import CheckpointError, ConfigError
 from sametoken.models.drafter_config import complete_drafter
@@ -41,8 +42,14 @@ def completed(path, **given) -> SpeculativeConfig:
         (lambda path: write_eagle1_speculators(path, eagle1_tensors()), "eagle"),
         (lambda path: write_eagle1(path, eagle1_tensors()), "eagle"),
         (write_llama, "draft_model"),
+        (lambda path: write_medusa(path, num_heads=4), "medusa"),
+        (lambda path: write_medusa(path, num_heads=4, architectures=None), "medusa"),
+        (lambda path: write_mlp(path, n_predict=4), "mlp_speculator"),
     ],
-    ids=["speculators", "SafeAILab", "whole vocabulary", "EAGLE speculators", "EAGLE", "Llama"],
+    ids=[
+        *("speculators", "SafeAILab", "whole vocabulary", "EAGLE speculators", "EAGLE", "Llama"),
+        *("Medusa", "Medusa by model type", "MLP speculator"),
+    ],
 )
 def test_the_checkpoint_tells_the_method(tmp_path, write, method):
     spec = completed(write(tmp_path / "drafter"))
@@ -75,6 +82,10 @@ def test_the_head_tells_its_k_unless_one_is_given(tmp_path):
     assert completed(head, method="eagle3").num_speculative_tokens == 7
     assert completed(head, num_speculative_tokens=2).num_speculative_tokens == 2
     assert completed(HEAD_DIRECTORY).num_speculative_tokens == 4
+    assert completed(write_medusa(tmp_path / "medusa")).num_speculative_tokens == 3
+    raw = write_medusa(tmp_path / "raw", num_heads=None, medusa_num_heads=2)
+    assert completed(raw, method="medusa").num_speculative_tokens == 2
+    assert completed(write_mlp(tmp_path / "mlp")).num_speculative_tokens == 3
 
 
 @pytest.mark.parametrize("k", [0, 65, "5", None, True])

@@ -13,7 +13,7 @@ from helpers.sources import nodes_of
 PACKAGE = Path(sametoken.__file__).parent
 # From the speculative config, through the one load of all heads, to the reader of weights.
 MAKERS = {
-    "drafters/eagle.py",
+    "drafters/heads.py",
     "models/experts.py",
     "models/heads/base.py",
     "models/nemotron_h.py",

@@ -35,7 +35,7 @@ from helpers.hybrids import write_hybrid
 from sametoken import LLM
 from sametoken.bench.memory import measure_memory
 from sametoken.config import EngineConfig, SpeculativeConfig
-from sametoken.drafters.eagle import read_token_map
+from sametoken.drafters.heads import read_token_map
 from sametoken.engine.sampling_defaults import default_sampling_params
 from sametoken.errors import CheckpointError, ConfigError, SametokenError
 from sametoken.layers.rotary import DRAFT_POSITIONS, rotary_table

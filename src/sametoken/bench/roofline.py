@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sametoken.bench.memory import SHAPES_ONLY, load_shapes
 from sametoken.config import DUMMY, SpeculativeConfig
-from sametoken.drafters.eagle import fitting_head, read_token_map
+from sametoken.drafters.heads import fitting_head, read_token_map
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.errors import ConfigError
 from sametoken.layers.feed_forward import SparseMoE

@@ -22,8 +22,8 @@ from sametoken.drafters.base import (
 )
 from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.context import Coupling
-from sametoken.drafters.eagle import fitting_head, read_token_map
 from sametoken.drafters.extract import extracted_layers
+from sametoken.drafters.heads import fitting_head, read_token_map
 from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.loader import open_checkpoint

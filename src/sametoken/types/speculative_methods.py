@@ -57,7 +57,7 @@ class Method:
 #: The method that records hidden states and drafts nothing.
 EXTRACT = "extract_hidden_states"
 _DRAFTERS, _HEADS = "sametoken.drafters", "sametoken.models.heads"
-_HEAD = f"{_DRAFTERS}.eagle:load"
+_HEAD = f"{_DRAFTERS}.heads:load"
 _NEEDED, _SHIPPED = Checkpoint.REQUIRED, Checkpoint.OPTIONAL
 
 # vLLM requires k = 1 for extraction, which proposes no drafts.

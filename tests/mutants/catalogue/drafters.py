@@ -9,7 +9,7 @@ import torch
 
 from mutants.catalogue.planting import LAW, STATIC, instead_of, mutant, optimistic_end
 from mutants.catalogue.shared_tests import EAGLE_HEAD, MTP_MODULE, NEMOTRON, NEXTN
-from sametoken.drafters import eagle, state_head
+from sametoken.drafters import heads, state_head
 from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.context import DraftContext
 from sametoken.drafters.eagle import EagleDrafter
@@ -41,7 +41,7 @@ def draft_columns_are_taken_for_tokens(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("draft-head-keeps-the-lm-head-of-older-weights", LAW, SHARED_HEAD, "acceptance")
 def no_shared_lm_head_is_known(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(eagle, "SharedHead", lambda weight, made_of: None)
+    patch.setattr(heads, "SharedHead", lambda weight, made_of: None)
 
 
 @mutant("state-head-starts-at-a-rejected-row", LAW, STATE, "acceptance")

@@ -36,7 +36,8 @@ from sametoken.drafters.build import (
 )
 from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.draft_model import DraftModelDrafter
-from sametoken.drafters.eagle import EagleDrafter, read_token_map
+from sametoken.drafters.eagle import EagleDrafter
+from sametoken.drafters.heads import read_token_map
 from sametoken.drafters.lookup import LookupDrafter
 from sametoken.errors import (
     CheckpointError,

@@ -28,7 +28,7 @@ MAX_TOKENS, COUNT = 24, 8
 
 @pytest.mark.parametrize("name", DRAWN)
 # No shrinking: an example takes three engines.
-@settings(max_examples=3, deadline=None, phases=[Phase.generate])
+@settings(max_examples=2, deadline=None, phases=[Phase.generate])
 @given(data=st.data())
 def test_every_logit_has_the_bits_that_it_has_alone(name, data):
     draw = data.draw

@@ -1,4 +1,4 @@
-"""Engines that the law test leaves out: EAGLE's first heads, GGUF files, fp32.
+"""Engines that the law test leaves out: EAGLE's first heads, modules of dense models, GGUF, fp32.
 
 Each target answers plainly, one request at a time and without graphs; every drafter, in
 graphs and without, must give the same ids, and the target as its own drafter is always right.
@@ -14,6 +14,7 @@ from recorded_gpu import drive, record
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from helpers.checkpoints import eagle1_tensors, write_eagle1, write_llama
+from helpers.dense_modules import ERNIE, MIMO, write_module
 from helpers.forward import CPU, Bench
 from helpers.gguf_files import convert
 from sametoken.config import EngineConfig
@@ -53,6 +54,16 @@ def eagle1_engines(folder):
     return target, "bfloat16", {"eagle": drafted_by("eagle", head, 3)}
 
 
+def module_engines(kind: str):
+    def write(folder):
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
+        target = write_module(folder / "target", kind, **{name: SIZES[name] for name in sizes})
+        drafts = {"method": "mtp", "num_speculative_tokens": 3, "draft_limits": "fixed"}
+        return target, "bfloat16", {"mtp": drafts}
+
+    return write
+
+
 def gguf_engines(architecture: str, quantization: str):
     def write(folder):
         target = write_gguf(folder / "model.gguf", architecture, quantization)
@@ -76,6 +87,8 @@ def fp32_engines(folder):
 
 WRITERS = {
     "eagle1": (eagle1_engines, ("eagle",)),
+    "mimo": (module_engines(MIMO), ("mtp",)),
+    "ernie4.5": (module_engines(ERNIE), ("mtp",)),
     "gguf-llama-q8": (gguf_engines("llama", "Q8_0"), ("self", "ngram")),
     "gguf-qwen3-bf16": (gguf_engines("qwen3", "BF16"), ("self", "ngram")),
     "fp32": (fp32_engines, ("self", "ngram", "eagle3", "eagle")),

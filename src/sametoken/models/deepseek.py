@@ -189,7 +189,7 @@ def load_attention(
 
 def _interleaves(config: ModelConfig) -> bool:
     """Whether neighbouring elements are rotated as a pair."""
-    return bool(Settings(config.extra, config.architecture).get("rope_interleave", True))
+    return Settings(config.extra, config.architecture).switch("rope_interleave", default=True)
 
 
 def _low_rank_queries(weights: WeightReader, prefix: str, rank: int, rows: int) -> LowRankQueries:
@@ -345,7 +345,7 @@ class DeepseekV2ForCausalLM(DeepseekDecoder):
     def routing(settings: Settings) -> Routing:
         """As ``DeepseekDecoder.routing``; without groups for the method "greedy"."""
         method = settings.get("topk_method")
-        if method not in ("greedy", "group_limited_greedy") or settings.get("norm_topk_prob"):
+        if method not in ("greedy", "group_limited_greedy") or settings.switch("norm_topk_prob"):
             raise UnsupportedError(
                 f"{settings.location}: topk_method={short(method)} with norm_topk_prob="
                 f"{short(settings.get('norm_topk_prob'))} is not supported",

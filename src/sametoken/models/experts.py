@@ -73,7 +73,7 @@ def softmax_routing(settings: Settings, *, normalise: bool) -> Routing:
     """
     count = settings.integer("num_experts", most=MAX_EXPERTS)
     top_k = min(settings.integer("num_experts_per_tok"), count)
-    return Routing(top_k, normalise=bool(settings.get("norm_topk_prob", normalise)))
+    return Routing(top_k, normalise=settings.switch("norm_topk_prob", default=normalise))
 
 
 def grouped_routing(
@@ -100,7 +100,7 @@ def grouped_routing(
         )
     return Routing(
         top_k,
-        normalise=bool(settings.get("norm_topk_prob", normalise)),
+        normalise=settings.switch("norm_topk_prob", default=normalise),
         scoring=scoring,
         num_groups=groups,
         top_groups=kept,

@@ -124,7 +124,7 @@ class FalconH1ForCausalLM(Decoder):
             UnsupportedError: Mamba-2 is normed before its gate.
         """
         settings = Settings(config.extra, location)
-        if settings.get("mamba_rms_norm") and settings.get("mamba_norm_before_gate"):
+        if settings.switch("mamba_rms_norm") and settings.switch("mamba_norm_before_gate"):
             raise unsupported(settings, "mamba_norm_before_gate", ANOTHER)
         both = (attention_cache(config, dtype), mamba2_cache(settings, dtype))
         return tuple(cache for cache in both for _ in range(config.num_layers))

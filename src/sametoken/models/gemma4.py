@@ -160,7 +160,7 @@ class Gemma4ForCausalLM(GemmaDecoder):
         for form in _layer_forms(config, config.architecture):
             if form.window is None:
                 sizes["num_global_key_value_heads"] = form.num_kv_heads
-        if settings.get("enable_moe_block"):
+        if settings.switch("enable_moe_block"):
             sizes["moe_intermediate_size"] = settings.integer("moe_intermediate_size")
         return sizes
 
@@ -246,12 +246,12 @@ class Gemma4ForCausalLM(GemmaDecoder):
         config, prefix = self.config, f"{self._prefix}.layers.{index}"
         settings = Settings(config.extra, weights.source.location)
         size = config.intermediate_size
-        if settings.get("use_double_wide_mlp") and self._forms[index].source != index:
+        if settings.switch("use_double_wide_mlp") and self._forms[index].source != index:
             size *= 2
         gated = load_gated_mlp(weights, f"{prefix}.mlp", config.hidden_size, size)
         mlp: Block = GeluMLP(self.kernels, gated.gate_up, gated.down)
         experts = None
-        if settings.get("enable_moe_block"):
+        if settings.switch("enable_moe_block"):
             mlp = NormedAfter(
                 mlp, self._load_norm(weights, f"{prefix}.post_feedforward_layernorm_1")
             )
@@ -376,7 +376,7 @@ def _layer_forms(config: ModelConfig, location: str) -> tuple[_LayerForm, ...]:
                 )
             source = len(producers) - 1 - producers[::-1].index(layer_type)
         head_dim, num_kv_heads = _head_sizes(config, settings, source, window is None)
-        keys_are_values = window is None and bool(settings.get("attention_k_eq_v"))
+        keys_are_values = window is None and settings.switch("attention_k_eq_v")
         forms.append(_LayerForm(head_dim, num_kv_heads, window, source, keys_are_values))
     return tuple(forms)
 
@@ -391,7 +391,7 @@ def _head_sizes(
         own = Settings(settings.nested("per_layer_config"), settings.location).nested(str(index))
     elif sees_all:
         own["head_dim"] = settings.integer("global_head_dim", 512)
-        if settings.get("attention_k_eq_v"):
+        if settings.switch("attention_k_eq_v"):
             own["num_key_value_heads"] = settings.get("num_global_key_value_heads")
     unknown = own.keys() - {"head_dim", "num_key_value_heads"}
     if unknown:

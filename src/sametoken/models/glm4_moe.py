@@ -56,7 +56,8 @@ class Glm4MoeForCausalLM(NextNTarget):
     @staticmethod
     def load_qk_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm | None:
         """The two norms of the attention block at ``prefix``, if the config has them."""
-        return load_head_norms(config, weights, prefix) if config.extra.get("use_qk_norm") else None
+        is_normed = Settings(config.extra, config.architecture).switch("use_qk_norm")
+        return load_head_norms(config, weights, prefix) if is_normed else None
 
     @staticmethod
     def load_layer_mlp(

@@ -40,7 +40,7 @@ class HunYuanDenseV1ForCausalLM(Decoder):
     @staticmethod
     def load_qk_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm | None:
         """The two norms of the attention block at ``prefix``, unless the config has none."""
-        if not config.extra.get("use_qk_norm", True):
+        if not Settings(config.extra, config.architecture).switch("use_qk_norm", default=True):
             return None
         names = (f"{prefix}.{name}_layernorm.weight" for name in ("query", "key"))
         q, k = (weights.vector(name, config.head_dim) for name in names)

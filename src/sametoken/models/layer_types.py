@@ -47,7 +47,7 @@ def sliding_windows(config: ModelConfig, location: str) -> list[int | None]:
 
 def _uses_windows(settings: Settings) -> bool:
     given = settings.get("sliding_window") is not None
-    return given and bool(settings.get("use_sliding_window", True))
+    return given and settings.switch("use_sliding_window", default=True)
 
 
 def require_supported(

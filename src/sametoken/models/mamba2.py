@@ -172,7 +172,8 @@ def load_mamba2(config: ModelConfig, weights: WeightReader, prefix: str) -> Mamb
         ranks_per_share=(1, ranks, ranks),
     )
     bias = replace(conv, name=f"{prefix}.conv1d.bias")
-    has_bias = bool(settings.get("use_bias", False))
+    has_bias = settings.switch("use_bias")
+    is_normed = settings.switch("mamba_rms_norm", default=True)
     # A norm reads whole groups.
     over: TensorParallel = weights.parallel if ranks > 1 else SINGLE_RANK
     split = Split.WHOLE if ranks > 1 else rows
@@ -189,7 +190,7 @@ def load_mamba2(config: ModelConfig, weights: WeightReader, prefix: str) -> Mamb
         D=by_head("D"),
         dt_bias=by_head("dt_bias"),
         conv_weight=weights.tensor(conv, (1, rule.conv_kernel)).squeeze(1).t().contiguous(),
-        conv_bias=weights.tensor(bias) if settings.get("use_conv_bias", True) else None,
+        conv_bias=weights.tensor(bias) if settings.switch("use_conv_bias", default=True) else None,
         time_step_limit=time_step_limit(settings),
     )
     into = Part(
@@ -204,11 +205,11 @@ def load_mamba2(config: ModelConfig, weights: WeightReader, prefix: str) -> Mamb
         projection=weights.linear(hidden, into, bias=has_bias),
         params=params,
         parallel=over,
-        norm_weight=weights.tensor(norm) if settings.get("mamba_rms_norm", True) else None,
+        norm_weight=weights.tensor(norm) if is_normed else None,
         eps=config.rms_norm_eps,
         output=weights.row_parallel(
             rule.out_features,
             Part(f"{prefix}.out_proj", hidden),
-            bias=bool(settings.get("projectors_bias", has_bias)),
+            bias=settings.switch("projectors_bias", default=has_bias),
         ),
     )

@@ -36,7 +36,7 @@ class Qwen2MoeForCausalLM(Decoder):
     def renamed(cls, settings: Settings) -> dict[str, Any]:
         """Windows in every other one of the first ``max_window_layers``, where they are used."""
         types = list(settings.names("layer_types"))
-        if not types and settings.get("use_sliding_window"):
+        if not types and settings.switch("use_sliding_window"):
             layers = range(settings.integer("num_hidden_layers", most=MAX_LAYERS))
             first = settings.get("max_window_layers") and settings.integer("max_window_layers")
             types = [FULL if index % 2 or index >= first else SLIDING for index in layers]

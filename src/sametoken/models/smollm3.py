@@ -46,7 +46,7 @@ class SmolLM3ForCausalLM(Decoder):
                 COMPARE,
             )
         types = list(settings.names("layer_types"))
-        if not types and settings.get("use_sliding_window"):
+        if not types and settings.switch("use_sliding_window"):
             types = [FULL if rotates[index] else SLIDING for index in layers]
         return {"no_rope_layers": rotates, "layer_types": types}
 

@@ -109,7 +109,7 @@ def _head_config(settings: Settings) -> Eagle1Config:
     layer = read_layer_config(settings)
     if "speculators_model_type" in config:
         layer = dataclasses.replace(layer, num_layers=1)
-    fc_bias = bool(config.get("fusion_bias", config.get("bias", False)))
+    fc_bias = settings.switch("fusion_bias", default=settings.switch("bias"))
     return Eagle1Config(layer, tuple(layer_windows(layer, location)), fc_bias)
 
 
@@ -128,7 +128,9 @@ def _load_layer(
 ) -> Eagle1Layer:
     prefix, layer = f"layers.{index}", config.layer
     cache = attention_cache(layer, reader.dtype, config.windows[index]).within(max_positions)
-    qkv_bias = layer.attention_bias or bool(layer.extra.get("qkv_bias"))
+    qkv_bias = layer.attention_bias or Settings(layer.extra, reader.source.location).switch(
+        "qkv_bias"
+    )
     biases = Biases(
         qkv=qkv_bias or f"{prefix}.self_attn.q_proj.bias" in reader, output=layer.attention_bias
     )

@@ -139,6 +139,7 @@ def _head_config(settings: Settings) -> Eagle3Config:
         )
     layer = read_layer_config(settings)
     nested = settings.nested("eagle_config")
+    own = Settings(nested, f"{location}: eagle_config")
     # SafeAILab's own code builds one layer, whatever the number; some of its heads say 40.
     says_depth = "speculators_model_type" in config or "eagle_config" in config
     refuse(
@@ -148,7 +149,7 @@ def _head_config(settings: Settings) -> Eagle3Config:
     )
     target_hidden_size = settings.integer("target_hidden_size", layer.hidden_size)
     aux_layer_ids = _aux_layer_ids(config, nested, location)
-    if not nested.get("use_aux_hidden_state", True):
+    if not own.switch("use_aux_hidden_state", default=True):
         is_other = target_hidden_size != layer.hidden_size
         refuse(location, (is_other, "no fc and another hidden size than its target's"))
         aux_layer_ids = ()
@@ -159,12 +160,12 @@ def _head_config(settings: Settings) -> Eagle3Config:
         draft_vocab_size=settings.integer("draft_vocab_size", layer.vocab_size),
         target_hidden_size=target_hidden_size,
         aux_layer_ids=aux_layer_ids,
-        norm_before_residual=bool(
-            settings.get("norm_before_residual", "speculators_model_type" in config)
+        norm_before_residual=settings.switch(
+            "norm_before_residual", default="speculators_model_type" in config
         ),
-        norm_before_fc=bool(settings.get("norm_before_fc", nested.get("norm_before_fc"))),
-        fc_norm=bool(settings.get("fc_norm")),
-        norm_output=bool(settings.get("norm_output")),
+        norm_before_fc=settings.switch("norm_before_fc", default=own.switch("norm_before_fc")),
+        fc_norm=settings.switch("fc_norm"),
+        norm_output=settings.switch("norm_output"),
     )
 
 

@@ -65,7 +65,7 @@ def layer_windows(layer: ModelConfig, location: str) -> list[int | None]:
         CheckpointError: as ``sliding_windows``.
     """
     settings = Settings(layer.extra, location)
-    if not settings.names("layer_types") and not settings.get("use_sliding_window"):
+    if not settings.names("layer_types") and not settings.switch("use_sliding_window"):
         return [None] * layer.num_layers
     return sliding_windows(layer, location)
 

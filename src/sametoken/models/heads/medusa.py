@@ -98,7 +98,7 @@ class MedusaCheckpoint(StateHeadCheckpoint):
         if self.num_own_tokens is not None:
             own_ids, places = ascending(self._own_tokens(reader, self.num_own_tokens))
             reader = replace(reader, token_ids=own_ids.to(reader.weights.device))
-        if self.settings.get("original_lm_head"):
+        if self.settings.switch("original_lm_head"):
             lm_heads = self._by_draft(lambda i: self._shared_lm_head(reader, places), lambda i: 0)
         else:
             lm_heads = self._by_draft(lambda i: self._lm_head(reader, f"lm_heads.{i}", places))
@@ -117,7 +117,7 @@ class MedusaCheckpoint(StateHeadCheckpoint):
         hidden, linears = reader.shared.embedding.in_features, list[Linear]()
         for layer in range(settings.integer(key, 1, MAX_LAYERS)):
             name = f"blocks.{index}.layers.{layer}"
-            bias = bool(settings.get("medusa_fc_bias")) or f"{name}.bias" in weights
+            bias = settings.switch("medusa_fc_bias") or f"{name}.bias" in weights
             linears.append(weights.linear(hidden, Part(name, hidden), bias=bias))
         return tuple(linears)
 

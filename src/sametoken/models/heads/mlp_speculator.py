@@ -97,7 +97,7 @@ class MLPSpeculatorCheckpoint(StateHeadCheckpoint):
         weights, settings = reader.weights, self.settings
         vocab_size, hidden = settings.integer("vocab_size"), settings.integer("emb_dim")
         width = settings.integer("inner_dim") if settings.get("inner_dim") else hidden
-        is_tied = bool(settings.get("tie_weights"))
+        is_tied = settings.switch("tie_weights")
         kept = 0.5 ** (1 / self._most)
 
         def norm(index: int) -> RMSNorm:
@@ -119,7 +119,7 @@ class MLPSpeculatorCheckpoint(StateHeadCheckpoint):
             lm_heads=self._by_draft(lambda i: reader.made_of(table(f"head.{i}")), whose),
             token_ids=reader.token_ids,
             token_factor=sqrt((1 - kept) * width / 2 / kept),
-            input_norm=_input_norm(reader, hidden) if settings.get("scale_input") else None,
+            input_norm=_input_norm(reader, hidden) if settings.switch("scale_input") else None,
             embeddings=self._by_draft(lambda i: table(f"emb.{i}"), whose),
             norms=self._by_draft(norm, whose),
             biases=self._by_draft(lambda i: weights.vector(f"ln.{i}.bias", width), whose),

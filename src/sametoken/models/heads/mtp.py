@@ -70,7 +70,7 @@ class QwenForm(ModuleForm):
 
     def require(self, settings: Settings) -> None:
         """See ``ModuleForm.require``."""
-        if settings.get("mtp_use_dedicated_embeddings"):
+        if settings.switch("mtp_use_dedicated_embeddings"):
             raise UnsupportedError(
                 f"{settings.location}: a multi-token-prediction module with its own embedding is "
                 "not supported",

@@ -296,7 +296,7 @@ def adapter_config(read: Mapping[str, Any], location: str = "config") -> Adapter
         _alpha(config, "lora_alpha", _DEFAULT),
         tuple((_pattern(ranks, key), _rank(ranks, key)) for key in ranks.values),
         tuple((_pattern(alphas, key), _alpha(alphas, key)) for key in alphas.values),
-        bool(config.get("use_rslora")),
+        config.switch("use_rslora"),
     )
 
 

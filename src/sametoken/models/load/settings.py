@@ -58,6 +58,13 @@ class Settings:
         value = self.values.get(self.prefix + key)
         return default if value is None else value
 
+    def switch(self, key: str, *, default: bool = False) -> bool:
+        """True or false; some files write 1 or 0."""
+        value = self.get(key, default)
+        if value not in (True, False):
+            raise self._bad(key, value, "true or false")
+        return bool(value)
+
     def integer(self, key: str, default: int | None = None, most: int = MAX_COUNT) -> int:
         """A count from 1 to ``most``."""
         value = self.get(key, default)

@@ -628,6 +628,8 @@ def test_unsupported_settings_are_refused_by_name(tmp_path, change, message):
         ({"eos_token_id": ["</s>"]}, "eos_token_id"),
         ({"architectures": []}, "no architecture"),
         ({"rope_scaling": "yarn"}, "not an object"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' is not true or false"),
+        ({"attention_bias": 2}, "attention_bias=2 is not true or false"),
     ],
 )
 def test_impossible_settings_are_named(tmp_path, change, message):

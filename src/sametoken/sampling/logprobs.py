@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sametoken.state.upload import upload
 
@@ -15,6 +16,8 @@ _ID_MASK = 0xFFFFFFFF
 _PROMPT_ROWS_PER_CHUNK = 64
 # Output logits exist already; scoring 256 rows of 150k takes another 620 MB.
 _ROWS_PER_CHUNK = 256
+# On a GPU, softmax adds up a row in an order that follows from its address within 16 bytes.
+_ALIGNED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,10 @@ class ScoredRows:
 
 def log_probabilities(logits: Tensor) -> Tensor:
     """[R, V] fp32 logits to log-probabilities, as the engine reports them and a trainer repeats."""
-    return logits.log_softmax(dim=-1)
+    size = logits.shape[1]
+    if lacking := -size % _ALIGNED:
+        logits = functional.pad(logits, (0, lacking), value=-torch.inf)
+    return logits.log_softmax(dim=-1)[:, :size]
 
 
 def score_tokens(

@@ -3,7 +3,7 @@ import torch
 
 from helpers.logprobs import check_entry
 from sametoken.runner.async_output import split_by_owner
-from sametoken.sampling.logprobs import ScoredRows, score_tokens
+from sametoken.sampling.logprobs import ScoredRows, log_probabilities, score_tokens
 
 
 def random_logits(count, vocab_size, seed=0):
@@ -55,6 +55,18 @@ def test_scores_have_the_same_bits_alone_and_in_any_company(vocab_size):
         assert torch.equal(alone.chosen_ranks, together.chosen_ranks[one])
         assert torch.equal(alone.top_ids, together.top_ids[one, :3])
         assert torch.equal(alone.top_logprobs, together.top_logprobs[one, :3])
+
+
+@pytest.mark.parametrize("vocab_size", [77, 40_001, 40_004])
+def test_softmax_is_given_rows_that_begin_at_multiples_of_16_bytes(vocab_size, monkeypatch):
+    """On a GPU it adds up other rows in another order."""
+    given, logits = [], random_logits(3, vocab_size)
+    softmax = torch.Tensor.log_softmax
+    monkeypatch.setattr(
+        torch.Tensor, "log_softmax", lambda rows, dim: given.append(rows) or softmax(rows, dim)
+    )
+    assert torch.equal(log_probabilities(logits), softmax(logits, -1))
+    assert given[0].stride(0) * given[0].itemsize % 16 == 0
 
 
 def test_rows_to_score_follow_from_what_the_host_knows():

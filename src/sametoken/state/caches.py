@@ -73,7 +73,7 @@ class ModelCache:
                 for shape, dtype in kept.block_shapes(block_size)
             ]
             by_slot = [
-                _zeros((len(indices), max_num_seqs + 1, *shape), dtype, device)
+                _by_slot((len(indices), max_num_seqs + 1, *shape), dtype, device)
                 for shape, dtype in kept.slot_shapes(num_drafts)
             ]
             # A layer that reads another's KV has none to swap.
@@ -96,6 +96,18 @@ class ModelCache:
         layer = self.layers[index]
         assert isinstance(layer, LayerKV)
         return layer
+
+
+def _by_slot(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``_zeros`` of [layers, slots, ...], in which every layer begins at a multiple of 16 bytes.
+
+    Kernels that find a layer elsewhere have other sums, whatever the number of slots.
+    """
+    layers, slots, *own = shape
+    slot_bytes, spare = math.prod(own) * dtype.itemsize, 0
+    while (slots + spare) * slot_bytes % 16:
+        spare += 1
+    return _zeros((layers, slots + spare, *own), dtype, device)[:, :slots]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

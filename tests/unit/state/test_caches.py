@@ -17,6 +17,7 @@ from sametoken.ops.cache_types import (
     common_window,
 )
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
+from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.runner.swap import SwapStore
 from sametoken.state.caches import ModelCache
 from sametoken.types.plan import StepPlan, SwapIn, SwapOut
@@ -88,6 +89,25 @@ def test_layers_have_their_own_memory_and_alike_ones_lie_side_by_side():
     wide.keys.zero_()
     windowed.keys.fill_(1.0)
     assert not wide.keys.any()
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3])
+def test_memory_of_slots_begins_at_multiples_of_16_bytes_in_every_layer(max_num_seqs):
+    """Else a kernel's sums would depend on the number of slots."""
+    layers = [Recurrent(Mamba2(3, 5, 1, 6, 4), BF16)] * 2
+    cache = ModelCache.allocate(
+        layers,
+        num_blocks=0,
+        block_size=1,
+        max_num_seqs=max_num_seqs,
+        num_drafts=0,
+        device=torch.device("meta"),
+    )
+    for memory in cache.layers:
+        assert memory.max_runs == max_num_seqs
+        for part in (memory.states, memory.history, memory.pending_mixed, memory.pending_gates):
+            assert part.is_contiguous()
+            assert part.data_ptr() % 16 == 0
 
 
 def test_without_recurrent_layers_nothing_is_folded():

@@ -6,6 +6,7 @@ constant, so what is right in the one need not compile in the other.
 
 from __future__ import annotations
 
+import ast
 import atexit
 import json
 import os
@@ -19,6 +20,13 @@ from helpers.machine_code import overwritten_operands
 #: A product whose left operand is in registers, and one that Triton does not wait for.
 _LEFT_IN_REGISTERS = re.compile(r"warp_group_dot %.*: tensor<")
 _LEFT_AND_PENDING = re.compile(r"warp_group_dot %.*: tensor<.*\n.*dot_wait .*pendings = [1-9]")
+
+#: The axis, operations, shape and layout of what a kernel reduces; its layouts.
+_REDUCED = re.compile(
+    r'"tt.reduce"\(.*?axis = (\d+).*?\(\{(.*?)\}\) : \(tensor<([\dx]+)x\w+, (#\w+)>', re.S
+)
+_LAYOUT = re.compile(r"^(#\w+) = #ttg.(?:blocked|linear)<\{(.*)\}>$", re.M)
+_PARTS_OF_LAYOUT = re.compile(r"(\w+) = (\[[\[\]\d, ]*\])")
 
 #: Imports what every piece of code imports, and compiles something, once: what a compilation
 #: finds out about the compiler serves the forks, in each of which one piece of code runs.
@@ -113,6 +121,42 @@ def compile_launches(code: str, cache) -> None:
             left_in_registers.append(path.with_suffix(".cubin"))
     overwritten = overwritten_operands(left_in_registers) if left_in_registers else []
     assert not overwritten, overwritten
+
+
+def orders_of_sums(cache, kernel: str) -> list[set]:
+    """Of each compilation of a kernel in this folder, in which order its sums add numbers.
+
+    A sum's order is three tuples: steps along it from a number to one in another register, lane and
+    warp. Numbers in registers are added first, in the order of these steps, warps last.
+    """
+    return [_orders(path.read_text()) for path in cache.rglob(f"{kernel}.ttgir")]
+
+
+def _orders(code: str) -> set[tuple[tuple[int, ...], ...]]:
+    layouts, found = dict(_LAYOUT.findall(code)), set()
+    for axis, operations, shape, layout in _REDUCED.findall(code):
+        if "arith.addf" in operations:
+            size = int(shape.split("x")[int(axis)])
+            found.add(_steps(layouts[layout], int(axis), size))
+    return found
+
+
+def _steps(layout: str, axis: int, size: int) -> tuple[tuple[int, ...], ...]:
+    parts = {name: ast.literal_eval(part) for name, part in _PARTS_OF_LAYOUT.findall(layout)}
+    if "register" in parts:
+        own = (parts[name] for name in ("register", "lane", "warp"))
+        return tuple(tuple(step[axis] for step in steps if step[axis]) for steps in own)
+    registers, lanes, warps = steps = ([], [], [])
+    step = 1
+    for own, name in zip(steps, ("sizePerThread", "threadsPerWarp", "warpsPerCTA"), strict=True):
+        end = min(step * parts[name][axis], size)
+        while step < end:
+            own.append(step)
+            step *= 2
+    while step < size:
+        registers.append(step)
+        step *= 2
+    return tuple(registers), tuple(lanes), tuple(warps)
 
 
 def unused_barriers(cache) -> list[str]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
-from helpers.compiled import compile_launches
+from helpers.compiled import compile_launches, orders_of_sums
 from helpers.poisoned import DEVICE, close, noise, poisoned
 from sametoken.ops.model import norm_rope as reference
 from sametoken.ops.model import norm_triton as norm
@@ -110,17 +108,13 @@ from sametoken.ops.model import norm_triton as norm
 x, residual, (weight, _) = (torch.zeros(2, {width}, dtype=torch.bfloat16) for _ in range(3))
 norm.{call}
 """
-#: The layout of what is added up: which thread holds which elements.
-ADDED = re.compile(r'"tt.reduce"(?:(?!"tt.reduce").)*?arith.addf.*?: \(tensor<\w+, (#\w+)>\)', re.S)
 
 
-def layout_of_the_sum(cache, width: int, call: str) -> str:
+def order_of_the_sum(cache, code: str):
     cache.mkdir()
-    compile_launches(BOTH_NORMS.format(width=width, call=call), cache)
-    (file,) = cache.rglob("_rms_norm_kernel.ttgir")
-    code = file.read_text()
-    (name,) = ADDED.findall(code)
-    return re.search(rf"^{name} = (.*)$", code, re.M)[1]
+    compile_launches(code, cache)
+    ((order,),) = orders_of_sums(cache, "_rms_norm_kernel")
+    return order
 
 
 @pytest.mark.parametrize(
@@ -135,9 +129,10 @@ def test_a_norm_that_rounds_adds_in_the_order_of_one_that_does_not(
     tmp_path, width, plain, rounding
 ):
     """A thread that stores 16 elements of 8 bits would load 16 and add those to each other."""
-    expected = layout_of_the_sum(tmp_path / "plain", width, plain)
-    assert "sizePerThread = [8]" in expected
-    assert layout_of_the_sum(tmp_path / "rounding", width, rounding) == expected
+    codes = [BOTH_NORMS.format(width=width, call=call) for call in (plain, rounding)]
+    registers, *others = order_of_the_sum(tmp_path / "plain", codes[0])
+    assert registers[:4] == (1, 2, 4, 8 * 32 * 8)
+    assert order_of_the_sum(tmp_path / "rounding", codes[1]) == (registers, *others)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -179,16 +174,11 @@ norm.rms_norm({rows}, weight, 1e-6)
 
 @pytest.mark.parametrize("width", [512, 1536])
 def test_rows_that_lie_apart_are_added_in_the_order_of_others(tmp_path, width):
-    layouts = []
-    for rows in ("wide[:, :{}].contiguous()", "wide[:, :{}]"):
-        cache = tmp_path / str(len(layouts))
-        cache.mkdir()
-        compile_launches(NORMS.format(width=width, rows=rows.format(width)), cache)
-        (file,) = cache.rglob("_rms_norm_kernel.ttgir")
-        code = file.read_text()
-        (name,) = ADDED.findall(code)
-        layouts.append(re.search(rf"^{name} = (.*)$", code, re.M)[1])
-    assert layouts[0] == layouts[1]
+    alike, apart = (
+        order_of_the_sum(tmp_path / name, NORMS.format(width=width, rows=rows.format(width)))
+        for name, rows in (("alike", "wide[:, :{}].contiguous()"), ("apart", "wide[:, :{}]"))
+    )
+    assert alike == apart
 
 
 def test_no_rows():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from helpers.compiled import compile_launches
+from helpers.compiled import compile_launches, orders_of_sums
 from helpers.recurrent import Slots, begin_as_on_a_gpu, params_of
 from helpers.rows import runs_of
 from sametoken.ops.backend import AttentionRows, RowRuns
@@ -234,13 +234,7 @@ def test_an_engine_has_no_more_runs_with_rows_than_requests():
     assert triton.choose(Mamba2(64, 64, 8, 128, 4), 448, runs, max_runs=1) == triton._SMALL
 
 
-def test_launches_that_overlap_compile_for_a_gpu(tmp_path):
-    """Sizes of real heads; one head, of sizes that are no powers of two, and one tap.
-
-    Small tiles of real heads, which load rows of four parts ahead, take the compiler 7 s: those of
-    one part stand for them.
-    """
-    code = """
+ADVANCE = """
 from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model import activation_triton, norm_triton
@@ -256,8 +250,7 @@ for module in (activation_triton, hopper, norm_triton, prepare, runs, triton):
 def zeros(*shape):
     return torch.zeros(shape, dtype=torch.bfloat16)
 
-REAL, ODD = ((64, 64, 8, 128), 5, 4, triton._LARGE), ((1, 3, 1, 21), 1, 1, triton._SMALL)
-for sizes, drafts, taps, tile in (REAL, ODD):
+def advance(tile, sizes, drafts, taps):
     rule = Mamba2(*sizes, taps)
     cache = ModelCache.allocate(
         [Recurrent(rule, torch.bfloat16)], num_blocks=0, block_size=1, max_num_seqs=2,
@@ -272,15 +265,36 @@ for sizes, drafts, taps, tile in (REAL, ODD):
     raw = RawRows(zeros(len(rows), rule.conv_channels), (zeros(len(rows), rule.num_heads),))
     conv, bias = zeros(taps, rule.conv_channels), zeros(rule.conv_channels)
     params = Mamba2Params(rule, heads, heads, heads, conv, bias)
-    out = triton.advance(plan, params, raw, memory, tile)
-    if tile is triton._LARGE:
-        prepared = torch.zeros(99, rule.conv_channels + 2 * rule.num_heads)
-        hopper.walk(plan, params, prepared, memory, out)
-    weight = zeros(rule.out_features)
-    norm_triton.gated_group_norm(out, out, weight, rule.num_groups, 1e-5)
+    return plan, params, memory, triton.advance(plan, params, raw, memory, tile)
+"""
+
+
+def test_launches_that_overlap_compile_for_a_gpu(tmp_path):
+    """Sizes of real heads; one head, of sizes that are no powers of two, and one tap.
+
+    Small tiles of real heads, which load rows of four parts ahead, take the compiler 7 s: those of
+    one part stand for them.
+    """
+    code = """
+plan, params, memory, real = advance(triton._LARGE, (64, 64, 8, 128), 5, 4)
+rule = params.rule
+prepared = torch.zeros(99, rule.conv_channels + 2 * rule.num_heads)
+hopper.walk(plan, params, prepared, memory, real)
+*_, odd = advance(triton._SMALL, (1, 3, 1, 21), 1, 1)
+for out, groups in ((real, 8), (odd, 1)):
+    norm_triton.gated_group_norm(out, out, zeros(out.shape[1]), groups, 1e-5)
     activation_triton.relu_squared(out)
 """
-    compile_launches(code, tmp_path)
+    compile_launches(ADVANCE + code, tmp_path)
+
+
+@pytest.mark.parametrize("sizes", [(4, 128, 2, 8), (2, 64, 1, 4)])
+def test_every_tile_adds_a_state_in_one_order(tmp_path, sizes):
+    code = f"for tile in (triton._LARGE, triton._SMALL):\n    advance(tile, {sizes}, 3, 4)\n"
+    compile_launches(ADVANCE + code, tmp_path)
+    large, small = orders_of_sums(tmp_path, "_advance_kernel")
+    assert large == small
+    assert ((1, 2), (), ()) in large
 
 
 LONG = RowRuns(3, 300, torch.tensor([0, 1, 301, 320]), 1, 1)

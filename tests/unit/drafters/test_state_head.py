@@ -250,6 +250,15 @@ def test_dummy_weights_need_no_files(tmp_path, target, kind):
         ),
         (MEDUSA, {"logit_scale": 0.5}, UnsupportedError, "logit_scale"),
         (MEDUSA, {"quantization_config": {"quant_method": "gptq"}}, UnsupportedError, "quantized"),
+        (MEDUSA, {"truncated_vocab_size": 24}, CheckpointError, "=24 is not at most 23"),
+        (MEDUSA, {"num_hidden_layers": 0}, CheckpointError, "num_hidden_layers=0"),
+        (MEDUSA, {"num_heads": 0, "medusa_num_heads": 3}, CheckpointError, "num_heads=0"),
+        (MEDUSA, {"original_lm_head": "false"}, CheckpointError, "'false' is not true or false"),
+        (MEDUSA, {"medusa_fc_bias": 2}, CheckpointError, "medusa_fc_bias=2 is not true or false"),
+        (MLP, {"inner_dim": -12}, CheckpointError, "inner_dim=-12"),
+        (MLP, {"tie_weights": "x"}, CheckpointError, "tie_weights='x' is not true or false"),
+        (MLP, {"scale_input": [True]}, CheckpointError, "scale_input"),
+        (MLP, {"architectures": "x" * 99}, UnsupportedError, r"'x+\.{3}x+' is not"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(
@@ -261,14 +270,24 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(
 
 
 def test_tensors_that_are_missing_unknown_or_no_tokens_are_refused(tmp_path, target):
-    for tensors, error, message in (
-        ({"speculator.head.1.weight": None}, CheckpointError, r"lacks the tensor head\.1\.weight"),
-        ({"speculator.ln0.weight": torch.ones(12)}, UnsupportedError, r"does not use: ln0\.weight"),
+    of = {MLP: mlp_tensors(), MEDUSA: medusa_tensors()}
+    for kind, tensors, error, message in (
+        (MLP, {"speculator.head.1.weight": None}, CheckpointError, r"lacks .* head\.1\.weight"),
+        (MLP, {"speculator.ln0.weight": torch.ones(12)}, UnsupportedError, r"not use: ln0\.weight"),
+        (MLP, {"speculator.proj.0.bias": torch.ones(12)}, UnsupportedError, r"use: proj\.0\.bias"),
+        (MLP, {"ln.0.bias": torch.ones(12)}, CheckpointError, "ln.0.bias, which are one tensor"),
+        (MEDUSA, {"0.1.linear.weight": torch.ones(2)}, UnsupportedError, r"use: blocks\.0\.layers"),
+        (MEDUSA, {"lm_heads.1.weight": torch.tensor(1.0)}, CheckpointError, r"has shape \[\]"),
     ):
-        stored = {n: t for n, t in (mlp_tensors() | tensors).items() if t is not None}
+        stored = {n: t for n, t in (of[kind] | tensors).items() if t is not None}
         with pytest.raises(error, match=message):
-            loaded_of(MLP, write_mlp(tmp_path, stored), target)
-    for token_map, message in ((None, "found none"), (MAP + 20, "outside a vocabulary of 23")):
+            loaded_of(kind, WRITE[kind](tmp_path, stored), target)
+    twice = MAP.clamp(max=19)
+    for token_map, message in (
+        (None, "found none"),
+        (MAP + 20, "outside a vocabulary of 23"),
+        (twice, "names a token twice"),
+    ):
         stored = medusa_tensors() | ({} if token_map is None else {"token_map": token_map})
         path = write_medusa(tmp_path, stored, truncated_vocab_size=len(MAP))
         with pytest.raises(CheckpointError, match=message):

@@ -157,7 +157,7 @@ def _head_config(settings: Settings) -> Eagle3Config:
     return Eagle3Config(
         layer=layer,
         window=window,
-        draft_vocab_size=settings.integer("draft_vocab_size", layer.vocab_size),
+        draft_vocab_size=settings.integer("draft_vocab_size", layer.vocab_size, layer.vocab_size),
         target_hidden_size=target_hidden_size,
         aux_layer_ids=aux_layer_ids,
         norm_before_residual=settings.switch(

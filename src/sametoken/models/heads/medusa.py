@@ -77,14 +77,21 @@ class MedusaCheckpoint(StateHeadCheckpoint):
         vocab_size = settings.get("vocab_size")
         if settings.get("truncated_vocab_size", vocab_size) != vocab_size:
             self.num_own_tokens = settings.integer("truncated_vocab_size")
+        key = "num_hidden_layers"
+        key = "medusa_num_layers" if settings.get(key) is None else key
+        self._num_layers = settings.integer(key, 1, MAX_LAYERS)
+        self._has_biases = settings.switch("medusa_fc_bias")
+        self._has_one_lm_head = settings.switch("original_lm_head")
 
     def require_fit(self, target: ModelConfig) -> None:
         """Refuse a target of another vocabulary or hidden size."""
-        vocab_size = self.settings.integer("vocab_size", target.vocab_size)
-        require_sizes(vocab_size, self.settings.integer("hidden_size", target.hidden_size), target)
+        settings, vocab_size = self.settings, target.vocab_size
+        hidden_size = settings.integer("hidden_size", target.hidden_size)
+        require_sizes(settings.integer("vocab_size", vocab_size), hidden_size, target)
+        settings.integer("truncated_vocab_size", vocab_size, most=vocab_size)
 
     def _most_drafts(self, settings: Settings) -> int:
-        key = "num_heads" if settings.get("num_heads") else "medusa_num_heads"
+        key = "medusa_num_heads" if settings.get("num_heads") is None else "num_heads"
         return settings.integer(key, most=MAX_SPECULATIVE_TOKENS)
 
     def _renamed(self, name: str) -> str:
@@ -98,7 +105,7 @@ class MedusaCheckpoint(StateHeadCheckpoint):
         if self.num_own_tokens is not None:
             own_ids, places = ascending(self._own_tokens(reader, self.num_own_tokens))
             reader = replace(reader, token_ids=own_ids.to(reader.weights.device))
-        if self.settings.switch("original_lm_head"):
+        if self._has_one_lm_head:
             lm_heads = self._by_draft(lambda i: self._shared_lm_head(reader, places), lambda i: 0)
         else:
             lm_heads = self._by_draft(lambda i: self._lm_head(reader, f"lm_heads.{i}", places))
@@ -108,16 +115,16 @@ class MedusaCheckpoint(StateHeadCheckpoint):
             lm_heads=lm_heads,
             token_ids=reader.token_ids,
         )
-        self._pass_over(reader, "blocks", "lm_heads")
+        self._pass_over(reader, "blocks", self.num_drafts)
+        self._pass_over(reader, "lm_heads", 0 if self._has_one_lm_head else self.num_drafts)
         return head
 
     def _blocks(self, reader: HeadReader, index: int) -> tuple[Linear, ...]:
-        weights, settings = reader.weights, self.settings
-        key = "num_hidden_layers" if settings.get("num_hidden_layers") else "medusa_num_layers"
+        weights = reader.weights
         hidden, linears = reader.shared.embedding.in_features, list[Linear]()
-        for layer in range(settings.integer(key, 1, MAX_LAYERS)):
+        for layer in range(self._num_layers):
             name = f"blocks.{index}.layers.{layer}"
-            bias = settings.switch("medusa_fc_bias") or f"{name}.bias" in weights
+            bias = self._has_biases or f"{name}.bias" in weights
             linears.append(weights.linear(hidden, Part(name, hidden), bias=bias))
         return tuple(linears)
 
@@ -134,7 +141,7 @@ class MedusaCheckpoint(StateHeadCheckpoint):
         """
         weights, table, stored = reader.weights, reader.shared.embedding, f"{name}.weight"
         rows, hidden = table.out_features, table.in_features
-        is_whole = stored in weights and weights.source.shape(stored)[0] == rows
+        is_whole = stored in weights and weights.source.shape(stored)[:1] == (rows,)
         if places is None or is_whole:
             return reader.made_of(weights.packed(hidden, Part(stored, rows)))
         cut = weights.packed(hidden, Part(stored, places.shape[0], places))

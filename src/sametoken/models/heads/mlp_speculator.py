@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -83,9 +84,19 @@ class MLPSpeculatorCheckpoint(StateHeadCheckpoint):
 
     architecture = "MLPSpeculatorPreTrainedModel"
 
+    def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
+        super().__init__(directory, load_format=load_format)
+        settings = self.settings
+        self._vocab_size = settings.integer("vocab_size")
+        self._hidden_size = self._width = settings.integer("emb_dim")
+        if settings.get("inner_dim", 0) != 0:
+            self._width = settings.integer("inner_dim")
+        self._is_tied = settings.switch("tie_weights")
+        self._norms_input = settings.switch("scale_input")
+
     def require_fit(self, target: ModelConfig) -> None:
         """Refuse a target of another vocabulary or hidden size."""
-        require_sizes(self.settings.integer("vocab_size"), self.settings.integer("emb_dim"), target)
+        require_sizes(self._vocab_size, self._hidden_size, target)
 
     def _most_drafts(self, settings: Settings) -> int:
         return settings.integer("n_predict", most=MAX_SPECULATIVE_TOKENS)
@@ -94,17 +105,14 @@ class MLPSpeculatorCheckpoint(StateHeadCheckpoint):
         return name.removeprefix(_PREFIX)
 
     def _build(self, reader: HeadReader) -> MLPSpeculatorHead:
-        weights, settings = reader.weights, self.settings
-        vocab_size, hidden = settings.integer("vocab_size"), settings.integer("emb_dim")
-        width = settings.integer("inner_dim") if settings.get("inner_dim") else hidden
-        is_tied = settings.switch("tie_weights")
-        kept = 0.5 ** (1 / self._most)
+        weights, hidden, width = reader.weights, self._hidden_size, self._width
+        is_tied, kept = self._is_tied, 0.5 ** (1 / self._most)
 
         def norm(index: int) -> RMSNorm:
             return RMSNorm(weights.kernels, weights.vector(f"ln.{index}.weight", width), _EPS)
 
         def table(name: str) -> UnquantizedWeight:
-            return weights.packed(width, Part(f"{name}.weight", vocab_size))
+            return weights.packed(width, Part(f"{name}.weight", self._vocab_size))
 
         def whose(index: int) -> int:
             return 0 if is_tied else index
@@ -119,12 +127,14 @@ class MLPSpeculatorCheckpoint(StateHeadCheckpoint):
             lm_heads=self._by_draft(lambda i: reader.made_of(table(f"head.{i}")), whose),
             token_ids=reader.token_ids,
             token_factor=sqrt((1 - kept) * width / 2 / kept),
-            input_norm=_input_norm(reader, hidden) if settings.switch("scale_input") else None,
+            input_norm=_input_norm(reader, hidden) if self._norms_input else None,
             embeddings=self._by_draft(lambda i: table(f"emb.{i}"), whose),
             norms=self._by_draft(norm, whose),
             biases=self._by_draft(lambda i: weights.vector(f"ln.{i}.bias", width), whose),
         )
-        self._pass_over(reader, "emb", "proj", "head", "ln")
+        for part in ("emb", "head", "ln"):
+            self._pass_over(reader, part, 1 if is_tied else self.num_drafts)
+        self._pass_over(reader, "proj", 2 if is_tied else self.num_drafts)
         return head
 
 

@@ -25,7 +25,7 @@ def read_own_tokens(
         as_offsets: whether it holds each id's distance from its place.
 
     Raises:
-        CheckpointError: it is missing, of another shape, or leads to no ids.
+        CheckpointError: it is missing, of another shape, or leads to no ids, or to one twice.
     """
     location = source.location
     shape = source.shape(name) if name in source.names() else None
@@ -47,6 +47,8 @@ def read_own_tokens(
             f"outside a vocabulary of {vocab_size}",
             _REMEDY,
         )
+    if token_ids.unique().numel() < count:
+        raise CheckpointError(f"{location}: {name} names a token twice", _REMEDY)
     return token_ids
 
 

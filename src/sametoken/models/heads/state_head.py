@@ -7,12 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as short
 from typing import ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from sametoken.errors import ConfigError
+from sametoken.errors import CheckpointError, ConfigError
 from sametoken.layers.linear import Linear
 from sametoken.models.base import HiddenStates
 from sametoken.models.heads.base import HeadCheckpoint, HeadReader, HeadStates, refuse
@@ -100,7 +101,7 @@ class StateHeadCheckpoint(HeadCheckpoint[StateHead]):
         # fms-extras' trainers write a word, others a list.
         refuse(
             location,
-            (named not in (self.architecture, [self.architecture]), f"architecture {named}"),
+            (named not in (self.architecture, [self.architecture]), f"architecture {short(named)}"),
             (quantization_settings(self.settings.values, location), "quantized weights"),
         )
         self.num_drafts = self._most = self._most_drafts(self.settings)
@@ -133,8 +134,14 @@ class StateHeadCheckpoint(HeadCheckpoint[StateHead]):
 
     def _open_tensors(self) -> TensorSource:
         source = self._open()
-        names = {self._renamed(name): name for name in source.names()}
-        return NamedSource(source, {new: old for new, old in names.items() if new})
+        names = dict[str, str]()
+        for name in source.names():
+            if (new := self._renamed(name)) and names.setdefault(new, name) != name:
+                raise CheckpointError(
+                    f"{source.location} holds both {names[new]} and {name}, which are one tensor",
+                    "download or convert the checkpoint again",
+                )
+        return NamedSource(source, names)
 
     def _by_draft(
         self, read: Callable[[int], Read], whose: Callable[[int], int] = lambda index: index
@@ -144,8 +151,7 @@ class StateHeadCheckpoint(HeadCheckpoint[StateHead]):
         found = {place: read(place) for place in dict.fromkeys(places)}
         return tuple(found[place] for place in places)
 
-    def _pass_over(self, reader: HeadReader, *parts: str) -> None:
-        """Count tensors of further drafts, and copies, as read."""
-        for part in parts:
-            for index in range(self._most):
-                reader.weights.pass_over(f"{part}.{index}")
+    def _pass_over(self, reader: HeadReader, part: str, first: int) -> None:
+        """Count a part's copies, from draft ``first`` on, and those of further drafts as read."""
+        for index in range(min(first, self.num_drafts), self._most):
+            reader.weights.pass_over(f"{part}.{index}")

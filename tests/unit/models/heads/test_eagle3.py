@@ -358,6 +358,21 @@ def test_what_is_not_implemented_is_refused_by_name(tmp_path, settings, what):
         Eagle3Checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"draft_vocab_size": VOCAB + 1}, "draft_vocab_size=24 is not at most 23"),
+        ({"norm_output": "false"}, "norm_output='false' is not true or false"),
+        ({"eagle_config": {"norm_before_fc": []}}, r"norm_before_fc=\[\] is not true or false"),
+    ],
+)
+def test_impossible_settings_are_named(tmp_path, settings, message):
+    """A dummy's token map would lead to ids beyond the vocabulary."""
+    write_safeailab(tmp_path, head_tensors(), **settings)
+    with pytest.raises(CheckpointError, match=message):
+        Eagle3Checkpoint(tmp_path, load_format="dummy")
+
+
 def test_a_head_of_safeailab_has_one_layer_whatever_it_says(tmp_path):
     """That for Vicuna-13B says 40, as its target."""
     one = load(write_safeailab(tmp_path / "one", head_tensors()))
@@ -391,6 +406,7 @@ def test_broken_tensors_are_refused(tmp_path):
         ("d2t", None, "d2t"),
         ("d2t", torch.zeros(len(DRAFT_IDS)), "d2t has dtype float32, no integers"),
         ("d2t", torch.full((len(DRAFT_IDS),), VOCAB), "outside a vocabulary of 23"),
+        ("d2t", torch.arange(len(DRAFT_IDS)) // -2, "d2t names a token twice"),
         ("fc.weight", torch.zeros(HIDDEN, 2 * HIDDEN), "fc.weight"),
     ):
         tensors = head_tensors()

@@ -57,6 +57,9 @@ def _method(path: Path, config: Mapping[str, Any]) -> str:
         return max(found, key=lambda one: len(one[0]))[1]
     if (stated := config.get("model_type")) in METHODS:
         return str(stated)
+    # FasterDecoding's configs name nothing.
+    if "medusa_num_heads" in config:
+        return "medusa"
     # A head of the first EAGLE has the config.json of a Llama.
     has_weights = any(any(path.glob(one)) for one in _WEIGHTS)
     # Quantized or not.

@@ -44,11 +44,17 @@ def completed(path, **given) -> SpeculativeConfig:
         (write_llama, "draft_model"),
         (lambda path: write_medusa(path, num_heads=4), "medusa"),
         (lambda path: write_medusa(path, num_heads=4, architectures=None), "medusa"),
+        (
+            lambda path: write_medusa(
+                path, architectures=None, model_type=None, num_heads=None, medusa_num_heads=4
+            ),
+            "medusa",
+        ),
         (lambda path: write_mlp(path, n_predict=4), "mlp_speculator"),
     ],
     ids=[
         *("speculators", "SafeAILab", "whole vocabulary", "EAGLE speculators", "EAGLE", "Llama"),
-        *("Medusa", "Medusa by model type", "MLP speculator"),
+        *("Medusa", "Medusa by model type", "FasterDecoding", "MLP speculator"),
     ],
 )
 def test_the_checkpoint_tells_the_method(tmp_path, write, method):

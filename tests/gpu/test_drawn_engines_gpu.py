@@ -79,9 +79,8 @@ def engine_options(draw) -> dict:
 def drafts(draw, name: str, model: str) -> dict:
     """Of a drafter that agrees with the target, or of one that seldom does."""
     itself = {"method": "draft_model", "model": model}
-    methods = [{"method": "ngram", "prompt_lookup_min": 1}, itself]
-    if name in HYBRIDS:
-        methods.append({"method": "mtp"})
+    own_module = [{"method": "mtp"}] if name in HYBRIDS else []
+    methods = [{"method": "ngram", "prompt_lookup_min": 1}, itself, *own_module]
     count = {"num_speculative_tokens": draw(st.integers(1, 6)), "draft_limits": "fixed"}
     return draw(st.sampled_from(methods)) | count
 

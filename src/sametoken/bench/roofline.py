@@ -209,11 +209,12 @@ def draft_pass(config: SpeculativeConfig, target: ModelConfig, target_path: Path
         routed = mixture.routed if isinstance(mixture, SparseMoE) else mixture
         experts, num_experts = _elements(mixture), routed.router.weight.out_features
         unread = _elements(routed.experts) * (num_experts - routed.routing.top_k) // num_experts
-    layers = _elements(head) - fusion - experts
     if isinstance(head, StateHead):
         # Each draft reads its own.
         layers = sum(_elements(one) for several in head.linears for one in several)
         layers //= len(head.linears)
+    else:
+        layers = _elements(head) - fusion - experts
     return DraftPass(layers, _elements(head.lm_head), fusion, experts - unread)
 
 

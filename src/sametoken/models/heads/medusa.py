@@ -77,8 +77,7 @@ class MedusaCheckpoint(StateHeadCheckpoint):
         vocab_size = settings.get("vocab_size")
         if settings.get("truncated_vocab_size", vocab_size) != vocab_size:
             self.num_own_tokens = settings.integer("truncated_vocab_size")
-        key = "num_hidden_layers"
-        key = "medusa_num_layers" if settings.get(key) is None else key
+        key = _stated(settings, "num_hidden_layers", "medusa_num_layers")
         self._num_layers = settings.integer(key, 1, MAX_LAYERS)
         self._has_biases = settings.switch("medusa_fc_bias")
         self._has_one_lm_head = settings.switch("original_lm_head")
@@ -91,7 +90,7 @@ class MedusaCheckpoint(StateHeadCheckpoint):
         settings.integer("truncated_vocab_size", vocab_size, most=vocab_size)
 
     def _most_drafts(self, settings: Settings) -> int:
-        key = "medusa_num_heads" if settings.get("num_heads") is None else "num_heads"
+        key = _stated(settings, "num_heads", "medusa_num_heads")
         return settings.integer(key, most=MAX_SPECULATIVE_TOKENS)
 
     def _renamed(self, name: str) -> str:
@@ -154,3 +153,8 @@ class MedusaCheckpoint(StateHeadCheckpoint):
         source, vocab_size = open_weights(self._directory), reader.shared.embedding.out_features
         name = next((one for one in source.names() if one.endswith(_TOKEN_MAP)), _TOKEN_MAP)
         return read_own_tokens(source, name, count, vocab_size)
+
+
+def _stated(settings: Settings, of_vllm: str, of_reference: str) -> str:
+    """Which of two layouts' keys a config has."""
+    return of_reference if settings.get(of_vllm) is None else of_vllm

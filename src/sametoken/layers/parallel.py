@@ -52,11 +52,19 @@ class Alone:
 SINGLE_RANK = Alone()
 
 
-def gather_columns(parallel: TensorParallel, x: Tensor) -> Tensor:
-    """Concatenate [R, C] of every rank in rank order: [R, size * C]; of one rank ``x`` itself."""
+def gather_columns(parallel: TensorParallel, x: Tensor, total: int | None = None) -> Tensor:
+    """Concatenate [R, C] of every rank in rank order: [R, size * C]; of one rank ``x`` itself.
+
+    With a ``total`` of columns, ranks have parts as ``share.of_rank`` gives them: [R, total].
+    """
     if parallel.size == 1:
         return x
-    return torch.cat(parallel.gather(x.contiguous()).unbind(0), dim=1)
+    parts, width = parallel.gather(x.contiguous()), x.shape[1]
+    last = parallel.size * width if total is None else total
+    begins = (rank * width for rank in range(parallel.size))
+    # A part that would end behind the last column begins as much before, where others end.
+    new = (part[:, max(0, at + width - last) :] for at, part in zip(begins, parts, strict=True))
+    return torch.cat(tuple(new), dim=1)
 
 
 def own_columns(parallel: TensorParallel, whole: Tensor) -> Tensor:

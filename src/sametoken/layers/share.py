@@ -13,7 +13,7 @@ from sametoken.layers.parallel import TensorParallel
 
 
 class Split(Enum):
-    """A rank's share of a tensor: all of it, or an equal range of rows or columns."""
+    """A rank's share of a tensor: all of it, or a range of rows or columns, equally long on all."""
 
     WHOLE = "whole"
     ROWS = "rows"
@@ -109,9 +109,12 @@ def share_of(part: Part, row_shape: tuple[int, ...], parallel: TensorParallel) -
 
 
 def of_rank(whole: range, parallel: TensorParallel, ranks_per_share: int = 1) -> range:
-    """A rank's equal part of a range, which ``ranks_per_share`` adjacent ranks have."""
-    size = len(whole) * ranks_per_share // parallel.size
-    first = parallel.rank // ranks_per_share * size
+    """A rank's equal part of a range, which ``ranks_per_share`` adjacent ranks have.
+
+    Where the range does not divide evenly, the last parts end with it and repeat what others have.
+    """
+    size = -(-len(whole) * ranks_per_share // parallel.size)
+    first = min(parallel.rank // ranks_per_share * size, len(whole) - size)
     return whole[first : first + size]
 
 

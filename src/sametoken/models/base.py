@@ -95,7 +95,7 @@ class CausalLM(Protocol):
         ...
 
     def compute_rank_logits(self, hidden: Tensor) -> Tensor:
-        """[L, hidden] to this rank's columns of the logits, [L, V / size] fp32."""
+        """[L, hidden] to this rank's columns of the logits, [L, ceil(V / size)] fp32."""
         ...
 
 

@@ -267,10 +267,11 @@ class Decoder:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[L, hidden] (after the final norm) to [L, V] fp32."""
-        return gather_columns(self._parallel, self.compute_rank_logits(hidden))
+        own = self.compute_rank_logits(hidden)
+        return gather_columns(self._parallel, own, self.config.vocab_size)
 
     def compute_rank_logits(self, hidden: Tensor) -> Tensor:
-        """[L, hidden] to this rank's columns of the logits, [L, V / size] fp32."""
+        """[L, hidden] to this rank's columns of the logits, [L, ceil(V / size)] fp32."""
         return self.head.matmul(hidden, out_dtype=torch.float32)
 
     def whole_head(self) -> Weight:

@@ -96,8 +96,6 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "SeedOssForCausalLM": SeedOssForCausalLM,
     "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
 }
-#: Sampling draws noise for groups of 4 token ids.
-_VOCABULARY_UNIT = 4
 
 
 def model_class(architecture: str) -> type[Decoder]:
@@ -122,7 +120,7 @@ def _remedy(architecture: str) -> str:
 
 
 def require_divisible(config: ModelConfig, size: int) -> None:
-    """Refuse a model that ``size`` ranks cannot divide evenly by heads, features and tokens.
+    """Refuse a model that ``size`` ranks cannot divide evenly by heads and features.
 
     Raises:
         UnsupportedError: the architecture is not registered.
@@ -133,17 +131,16 @@ def require_divisible(config: ModelConfig, size: int) -> None:
         return
     model = model_class(config.architecture)
     for name, count in model.divided_sizes(config).items():
-        _require_multiple(name, count, size, size)
+        _require_multiple(name, count, size)
     for name, count in model.shared_sizes(config).items():
         if size % count:
-            _require_multiple(name, count, size, size)
-    _require_multiple("vocab_size", config.vocab_size, size * _VOCABULARY_UNIT, size)
+            _require_multiple(name, count, size)
 
 
-def _require_multiple(name: str, count: int, unit: int, size: int) -> None:
-    if count % unit:
+def _require_multiple(name: str, count: int, size: int) -> None:
+    if count % size:
         raise ConfigError(
             f"tensor_parallel_size={size} does not divide the model: {name}={count} "
-            f"is no multiple of {unit}",
+            f"is no multiple of {size}",
             "use a size that divides it, or 1",
         )

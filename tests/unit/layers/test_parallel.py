@@ -9,6 +9,7 @@ from helpers.thread_ranks import run_ranks
 from sametoken.layers.feed_forward import DividedExperts
 from sametoken.layers.linear import Linear, RowParallelLinear
 from sametoken.layers.parallel import SINGLE_RANK, gather_columns
+from sametoken.layers.share import of_rank
 from sametoken.ops.backend import Routing
 from sametoken.ops.model.partial_sum import partial_sum
 from sametoken.ops.reference import ReferenceKernels
@@ -22,6 +23,18 @@ def test_columns_are_put_side_by_side_in_rank_order(width):
     for found in run_ranks(4, lambda p: gather_columns(p, whole[:, p.rank * width :][:, :width])):
         assert torch.equal(found, whole)
         assert found.is_contiguous()
+
+
+@pytest.mark.parametrize(("size", "total"), [(2, 7), (3, 10), (4, 5), (4, 9), (4, 4)])
+def test_columns_that_ranks_do_not_divide_evenly_come_once(size, total):
+    whole = torch.arange(3.0 * total).view(3, total)
+
+    def gathered(parallel):
+        own = of_rank(range(total), parallel)
+        assert len(own) == -(-total // size)
+        return gather_columns(parallel, whole[:, own.start : own.stop], total)
+
+    assert all(torch.equal(found, whole) for found in run_ranks(size, gathered))
 
 
 def test_no_rows_are_no_columns():

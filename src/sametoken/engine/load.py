@@ -344,10 +344,12 @@ def _announce_reach(
 def _attention_kernels(
     backend: Backend, requested: Requested, caches: tuple[LayerCache, ...], has_sinks: bool
 ) -> str:
-    model, size, device = requested.architecture, requested.config.block_size, requested.device
-    shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim)
-    kernels, paged = backend.model.name, [one for one in caches if isinstance(one, PagedKV)]
-    asked = {(replace(shape, head_dim=one.k_dim), one.dtype) for one in paged}
+    config, kernels = requested.config, backend.model.name
+    size, device = config.block_size, requested.device
+    heads = requested.architecture.num_heads // config.tensor_parallel_size
+    # A layer without KV heads reads another's.
+    paged = (one for one in caches if isinstance(one, PagedKV) and one.num_kv_heads)
+    asked = {(AttentionShape(heads, one.num_kv_heads, one.k_dim), one.dtype) for one in paged}
     found = {attention_kernels(kernels, *one, size, device, has_sinks=has_sinks) for one in asked}
     return " and ".join(sorted(found)) or kernels
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -105,15 +106,20 @@ def test_new_weights_reach_sinks_and_biases(tmp_path):
 def test_a_plan_says_which_kernels_compute_its_attention_on_hopper(tmp_path, monkeypatch):
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     found = []
+    backend = SimpleNamespace(model=SimpleNamespace(name="triton"))
+
+    def asked(model, num_ranks=1):
+        config = SimpleNamespace(block_size=64, tensor_parallel_size=num_ranks)
+        return SimpleNamespace(architecture=model, config=config, device=torch.device("cuda"))
+
     for name in ("gpt_oss", "qwen2"):
         target = load(write_family(tmp_path / name, name))
-        requested = SimpleNamespace(
-            architecture=target.config,
-            config=SimpleNamespace(block_size=64),
-            device=torch.device("cuda"),
-        )
-        backend = SimpleNamespace(model=SimpleNamespace(name="triton"))
         for dtype in (torch.bfloat16, torch.float8_e4m3fn):
             own = stored_in(target.caches, dtype)
-            found.append(_attention_kernels(backend, requested, own, target.has_sinks))
+            found.append(_attention_kernels(backend, asked(target.config), own, target.has_sinks))
     assert found == ["triton", "triton", "gluon", "triton"]
+    # Of as many queries by KV head as one rank, or one of two, has.
+    many, own = replace(target.config, num_heads=128), stored_in(target.caches, torch.bfloat16)
+    one_head = tuple(replace(one, num_kv_heads=1) for one in own)
+    for size, name in ((1, "triton"), (2, "gluon")):
+        assert _attention_kernels(backend, asked(many, size), one_head, has_sinks=False) == name

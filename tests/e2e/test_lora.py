@@ -28,8 +28,8 @@ from sametoken.models.load.sent import source_of
 from sametoken.runner.adapters import AdaptedTarget
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
-#: Sizes that two ranks divide.
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 24}
+#: Sizes that two ranks divide, except for the KV head, which they share.
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 24}
 EXTRACT = {"method": "extract_hidden_states", "shared_storage_path": "states"}
 LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj")
 #: Of the requests of ``small_engines``: the model's own tokens, and those of two adapters.

@@ -230,14 +230,30 @@ def test_two_ranks_agree_and_are_near_one(family):
     require_parity_of_ranks(family[1], PROMPT)
 
 
+FALCONS_NORM = {"mamba_rms_norm": True, "mamba_norm_before_gate": False}
+
+
 @pytest.mark.parametrize(
-    ("name", "groups", "size"),
-    [("granite_hybrid", 1, 2), ("falcon_h1", 1, 2), ("falcon_h1", 2, 4), ("bamba", 2, 4)],
+    ("name", "shared", "size", "others"),
+    [
+        ("granite_hybrid", 1, 2, {}),
+        ("falcon_h1", 1, 2, FALCONS_NORM),
+        ("falcon_h1", 2, 4, FALCONS_NORM),
+        ("bamba", 2, 4, {}),
+        ("ernie4_5", 1, 2, {}),
+        ("gemma4", 1, 2, {"num_global_key_value_heads": 1}),
+        ("gemma4", 2, 4, {"num_key_value_heads": 4}),
+        ("gpt_oss", 1, 2, {}),
+        ("hunyuan_dense", 1, 2, {}),
+        ("olmo2", 2, 4, {"attention_bias": True}),
+        ("phi3", 1, 2, {}),
+        ("qwen2", 2, 4, {}),
+    ],
 )
-def test_ranks_that_share_groups_of_mamba_2_are_near_one(tmp_path, name, groups, size):
-    """Of Falcon-H1 with its norm."""
-    norm = {"mamba_rms_norm": True, "mamba_norm_before_gate": False} if name == "falcon_h1" else {}
-    changes = {"mamba_n_groups": groups, "num_key_value_heads": 4} | norm
+def test_ranks_that_share_heads_and_groups_are_near_one(tmp_path, name, shared, size, others):
+    """KV heads, and groups of Mamba-2: fewer than ranks."""
+    groups = {"mamba_n_groups": shared} if "mamba_n_groups" in FAMILIES[name][2] else {}
+    changes = {"num_key_value_heads": shared} | groups | others
     require_parity_of_ranks(write_family(tmp_path, name, **changes), PROMPT, size)
 
 

@@ -31,7 +31,7 @@ from sametoken.models import in_place
 SIZES = {
     "vocab_size": VOCAB,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": 1,
     "num_hidden_layers": 3,
     "intermediate_size": 32,
     "max_position_embeddings": 256,

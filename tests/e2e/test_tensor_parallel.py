@@ -1,7 +1,7 @@
 """The law for two ranks: any drafter, chunks, batch and steps in flight, the same tokens.
 
-They divide heads, recurrent state and experts. Ranks are threads here, except in one test;
-tests/unit/distributed/test_ranks.py has them as processes.
+They divide heads, recurrent state and experts, and share what there is one of. Ranks are threads
+here, except in one test; tests/unit/distributed/test_ranks.py has them as processes.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ SIZES = {
 }
 LLAMA = SIZES | {"num_hidden_layers": 4, "intermediate_size": 32}
 HYBRID = SIZES | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+ONE_KV_HEAD = {"num_key_value_heads": 1}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
 DRAFTS = {
     "plain": None,
@@ -55,10 +56,12 @@ def files(tmp_path_factory):
     headless = head_tensors(full_vocab=True, **LLAMA)
     del headless["lm_head.weight"]
     dense, twin = hybrid_config("qwen3_5", **HYBRID), twin_config(**HYBRID)
-    experts = hybrid_config("qwen3_next", **HYBRID)
+    experts = hybrid_config("qwen3_next", **HYBRID | ONE_KV_HEAD)
     one_group = SIZES | {"mamba_n_groups": 1}
+    nemotron = SIZES | ONE_KV_HEAD | {"moe_latent_size": 6}
     return {
         "llama": write_llama(folder / "llama", **LLAMA),
+        "one head": write_llama(folder / "one", **LLAMA | ONE_KV_HEAD),
         "other": write_llama(folder / "other", seed=9, **LLAMA),
         "eagle": write_eagle1(folder / "eagle", eagle1_tensors(**LLAMA), **one_layer),
         "eagle3": write_safeailab(folder / "eagle3", head_tensors(**LLAMA), **one_layer),
@@ -68,9 +71,9 @@ def files(tmp_path_factory):
             folder / "experts", experts, merged_experts(hybrid_tensors(experts, seed=3))
         ),
         "twin": write_checkpoint(folder / "twin", twin, twin_tensors(twin, seed=6)),
-        "nemotron": write_nemotron(folder / "nemotron", seed=4, moe_latent_size=6, **SIZES),
+        "nemotron": write_nemotron(folder / "nemotron", seed=4, **nemotron),
         "granite": write_family(folder / "granite", "granite_hybrid", **one_group),
-        "falcon": write_family(folder / "falcon", "falcon_h1", **one_group),
+        "falcon": write_family(folder / "falcon", "falcon_h1", **one_group | ONE_KV_HEAD),
         "circle": write_circle(folder / "circle", **SIZES),
         MEDUSA: write_circle_head(folder / MEDUSA, MEDUSA, VOCAB),
         MLP: write_circle_head(folder / MLP, MLP, VOCAB),
@@ -104,6 +107,7 @@ def truths(files):
         ("llama", "other", 2, 4, 32),
         ("llama", "eagle3", 1, 6, 16),
         ("llama", "eagle", 2, 3, 64),
+        ("one head", "self", 2, 6, 16),
         ("dense", "plain", 3, 3, 16),
         ("experts", "long", 1, 2, 16),
         ("dense", "mtp", 2, 6, 64),
@@ -124,6 +128,13 @@ def test_the_same_tokens(files, truths, kind, method, steps_in_flight, max_num_s
     )
     assert answers == truths(kind)
     assert (answers.offered > 0) == (method != "plain")
+
+
+def test_the_same_tokens_of_four_ranks_that_share_two_kv_heads(files):
+    four = partial(answer, files["llama"], tensor_parallel_size=4)
+    answers = four(speculation(files, "self"), steps_in_flight=2, prefill_chunk_size=16)
+    assert answers == four(max_num_seqs=1)
+    assert answers.offered > 0
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q8_0"])
@@ -221,6 +232,14 @@ def test_processes_say_the_same(files, truths):
     assert answers.accepted > 0
 
 
+def test_ranks_that_share_a_kv_head_have_it_whole(files):
+    whole = build_engine(config_of(files["one head"], tensor_parallel_size=1)).resolved
+    with engine_over_threads(config_of(files["one head"])) as (core, _):
+        assert core.resolved.request_memory.kv_per_token == whole.request_memory.kv_per_token
+        kv = core._runner._inner.step.kv.blocks
+        assert sum(memory.nbytes for memory in kv) == core.resolved.kv_bytes
+
+
 def test_each_rank_has_its_heads_state_and_no_more(files):
     one = build_engine(config_of(files["dense"], DRAFTS["long"], tensor_parallel_size=1)).resolved
     with engine_over_threads(config_of(files["dense"], DRAFTS["long"])) as (core, _):
@@ -234,11 +253,12 @@ def test_each_rank_has_its_heads_state_and_no_more(files):
         assert 2 * kv.pending == whole.pending > 0
 
 
-def test_logits_are_near_those_of_one_rank_and_not_the_same(files):
+@pytest.mark.parametrize("kind", ["llama", "one head"])
+def test_logits_are_near_those_of_one_rank_and_not_the_same(files, kind):
     """The degree is part of the arithmetic: the law holds for each by itself."""
     rows = {}
     for size in (1, 2):
-        config = config_of(files["llama"], tensor_parallel_size=size)
+        config = config_of(files[kind], tensor_parallel_size=size)
         found = rows[size] = {}
         record = partial(_recorded, found)
         if size == 1:

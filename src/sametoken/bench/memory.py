@@ -147,7 +147,8 @@ def measure_memory(
     if config.tensor_parallel_size > 1:
         raise ConfigError(
             "the memory of one of several ranks is not known before they start",
-            "leave tensor_parallel_size out: each has about its share of the weights and of KV",
+            "leave tensor_parallel_size out: each has about its share of the weights and of KV, "
+            "at least one KV head",
         )
     device = resolve_device(config)
     config = resolve_sizes(config, device)

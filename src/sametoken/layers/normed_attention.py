@@ -20,12 +20,16 @@ class WideNormAttention(Matrices):
     """``Attention`` with a norm of q and one of k over all heads of all ranks, before RoPE.
 
     A rank gathers the others' heads, norms all of them, and keeps its own.
+
+    Attributes:
+        ranks_per_kv_head: adjacent ranks that have the same KV heads.
     """
 
     attention: Attention
     parallel: TensorParallel
     q_norm: RMSNorm
     k_norm: RMSNorm
+    ranks_per_kv_head: int = 1
 
     def __call__(
         self, x: Tensor, rows: AttentionRows, kv: LayerKV, kept: KeptRows | None = None
@@ -34,14 +38,16 @@ class WideNormAttention(Matrices):
         own = self.attention
         shape, kernels = own.shape, own.kernels
         q, k, v = own.qkv(x).split((shape.q_size, shape.kv_size, shape.kv_size), dim=-1)
-        qkv = torch.cat((self._normed(q, self.q_norm), self._normed(k, self.k_norm), v), dim=-1)
+        q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm, self.ranks_per_kv_head)
+        qkv = torch.cat((q, k, v), dim=-1)
         q = kernels.rope_and_cache(qkv, shape, own.rotary, rows, kv, None)
         q, wanted = wanted_queries(kernels, q, rows, kept)
         return own.output(kernels.attention(q, shape, wanted, kv))
 
-    def _normed(self, part: Tensor, norm: RMSNorm) -> Tensor:
-        """This rank's columns of the norm over all ranks' columns."""
-        return own_columns(self.parallel, norm(gather_columns(self.parallel, part)))
+    def _normed(self, part: Tensor, norm: RMSNorm, ranks_per_share: int = 1) -> Tensor:
+        """This rank's columns of the norm over all ranks' columns, each once."""
+        whole = norm(gather_columns(self.parallel, part, ranks_per_share=ranks_per_share))
+        return own_columns(self.parallel, whole, ranks_per_share)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,22 +52,41 @@ class Alone:
 SINGLE_RANK = Alone()
 
 
-def gather_columns(parallel: TensorParallel, x: Tensor, total: int | None = None) -> Tensor:
-    """Concatenate [R, C] of every rank in rank order: [R, size * C]; of one rank ``x`` itself.
+def of_rank(whole: range, parallel: TensorParallel, ranks_per_share: int = 1) -> range:
+    """A rank's equal part of a range, which ``ranks_per_share`` adjacent ranks have.
 
-    With a ``total`` of columns, ranks have parts as ``share.of_rank`` gives them: [R, total].
+    Where the range does not divide evenly, the last parts end with it and repeat what others have.
+    """
+    size = -(-len(whole) * ranks_per_share // parallel.size)
+    first = min(parallel.rank // ranks_per_share * size, len(whole) - size)
+    return whole[first : first + size]
+
+
+def gather_columns(
+    parallel: TensorParallel, x: Tensor, total: int | None = None, ranks_per_share: int = 1
+) -> Tensor:
+    """Concatenate [R, C] of every rank in rank order; of one rank ``x`` itself.
+
+    Args:
+        parallel: the ranks.
+        x: this rank's columns.
+        total: columns of all parts, if ranks have them as ``of_rank`` gives them.
+        ranks_per_share: adjacent ranks that have the same columns, of which one's are taken.
+
+    Returns:
+        [R, total], by default [R, size / ranks_per_share * C].
     """
     if parallel.size == 1:
         return x
-    parts, width = parallel.gather(x.contiguous()), x.shape[1]
-    last = parallel.size * width if total is None else total
-    begins = (rank * width for rank in range(parallel.size))
+    parts, width = parallel.gather(x.contiguous())[::ranks_per_share], x.shape[1]
+    last = len(parts) * width if total is None else total
+    begins = (index * width for index in range(len(parts)))
     # A part that would end behind the last column begins as much before, where others end.
     new = (part[:, max(0, at + width - last) :] for at, part in zip(begins, parts, strict=True))
     return torch.cat(tuple(new), dim=1)
 
 
-def own_columns(parallel: TensorParallel, whole: Tensor) -> Tensor:
+def own_columns(parallel: TensorParallel, whole: Tensor, ranks_per_share: int = 1) -> Tensor:
     """This rank's columns of what ``gather_columns`` gives, or of its like."""
-    size = whole.shape[1] // parallel.size
-    return whole[:, parallel.rank * size : (parallel.rank + 1) * size]
+    own = of_rank(range(whole.shape[1]), parallel, ranks_per_share)
+    return whole[:, own.start : own.stop]

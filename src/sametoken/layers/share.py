@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from sametoken.layers.parallel import TensorParallel
+from sametoken.layers.parallel import TensorParallel, of_rank
 
 
 class Split(Enum):
@@ -106,16 +106,6 @@ def share_of(part: Part, row_shape: tuple[int, ...], parallel: TensorParallel) -
     elif part.split is Split.COLUMNS:
         columns = of_rank(columns, parallel)
     return Share(rows, columns, part.permutation)
-
-
-def of_rank(whole: range, parallel: TensorParallel, ranks_per_share: int = 1) -> range:
-    """A rank's equal part of a range, which ``ranks_per_share`` adjacent ranks have.
-
-    Where the range does not divide evenly, the last parts end with it and repeat what others have.
-    """
-    size = -(-len(whole) * ranks_per_share // parallel.size)
-    first = min(parallel.rank // ranks_per_share * size, len(whole) - size)
-    return whole[first : first + size]
 
 
 def adjacent(counts: tuple[int, ...]) -> tuple[range, ...]:

@@ -70,17 +70,17 @@ def load_attention(
         biases: which projections have biases; default as the config's ``attention_bias``.
     """
     biases = biases or Biases(config.attention_bias, config.attention_bias)
-    whole, shape = attention_shapes(config, weights, cache)
+    heads = attention_heads(config, weights, cache)
     qkv = weights.linear(
         config.hidden_size if in_features is None else in_features,
-        Part(f"{prefix}.q_proj", whole.q_size, split=Split.ROWS),
-        Part(f"{prefix}.k_proj", whole.kv_size, split=Split.ROWS),
-        Part(f"{prefix}.v_proj", whole.kv_size, split=Split.ROWS),
+        Part(f"{prefix}.q_proj", heads.whole.q_size, split=Split.ROWS),
+        heads.kv_part(f"{prefix}.k_proj"),
+        heads.kv_part(f"{prefix}.v_proj"),
         bias=biases.qkv,
     )
     output_part = Part(f"{prefix}.o_proj", config.hidden_size)
-    output = weights.row_parallel(whole.q_size, output_part, bias=biases.output)
-    return Attention(weights.kernels, shape, qkv, output, rotary, qk_norm)
+    output = weights.row_parallel(heads.whole.q_size, output_part, bias=biases.output)
+    return Attention(weights.kernels, heads.own, qkv, output, rotary, qk_norm)
 
 
 def with_wide_norms(
@@ -91,7 +91,8 @@ def with_wide_norms(
         load_norm(config, weights, f"{prefix}.{name}_norm", num_heads * config.head_dim)
         for name, num_heads in (("q", config.num_heads), ("k", config.num_kv_heads))
     )
-    return WideNormAttention(attention, weights.parallel, q_norm, k_norm)
+    ranks = attention_cache(config, weights.dtype).ranks_per_head(weights.parallel.size)
+    return WideNormAttention(attention, weights.parallel, q_norm, k_norm, ranks)
 
 
 def layer_parts(attention: Block, norm: BlockNorm, mlp: Block) -> LayerParts | None:
@@ -169,13 +170,31 @@ def attention_cache(config: ModelConfig, dtype: torch.dtype, window: int | None 
     return PagedKV(config.num_kv_heads, config.head_dim, config.head_dim, dtype, window)
 
 
-def attention_shapes(
+class AttentionHeads(NamedTuple):
+    """How ranks divide the heads of an attention block: with a KV head go those that read it.
+
+    Attributes:
+        whole, own: shapes of all ranks, and of this rank.
+        ranks_per_kv_head: adjacent ranks that have the same KV heads.
+    """
+
+    whole: AttentionShape
+    own: AttentionShape
+    ranks_per_kv_head: int
+
+    def kv_part(self, name: str, permutation: Tensor | None = None) -> Part:
+        """The projection ``name`` of keys or values; ``permutation`` is as in ``Part``."""
+        same = (self.ranks_per_kv_head,)
+        return Part(name, self.whole.kv_size, permutation, Split.ROWS, ranks_per_share=same)
+
+
+def attention_heads(
     config: ModelConfig, weights: WeightReader, cache: PagedKV | None = None
-) -> tuple[AttentionShape, AttentionShape]:
-    """Shapes of an attention block: of all ranks, and of this rank.
+) -> AttentionHeads:
+    """The heads of an attention block, of which ``cache`` is the declaration over all ranks.
 
     Raises:
-        UnsupportedError: the kernels do not support it.
+        UnsupportedError: the kernels do not support them.
     """
     size, heads = weights.parallel.size, config.num_heads
     cache = cache or attention_cache(config, weights.dtype)
@@ -183,7 +202,7 @@ def attention_shapes(
     whole = AttentionShape(heads, cache.num_kv_heads, cache.k_dim, cache.window)
     shape = AttentionShape(heads // size, own.num_kv_heads, own.k_dim, own.window)
     weights.kernels.require(shape)
-    return whole, shape
+    return AttentionHeads(whole, shape, cache.ranks_per_head(size))
 
 
 def load_mlp(config: ModelConfig, weights: WeightReader, prefix: str) -> GatedMLP:

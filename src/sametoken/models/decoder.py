@@ -196,14 +196,13 @@ class Decoder:
         """Sizes that ranks must divide evenly, by key in config.json, besides the vocabulary."""
         return {
             "num_attention_heads": config.num_heads,
-            "num_key_value_heads": config.num_kv_heads,
             "intermediate_size": config.intermediate_size,
         }
 
     @staticmethod
     def shared_sizes(config: ModelConfig) -> dict[str, int]:
         """Sizes that ranks must divide evenly, or divide the ranks; by key in config.json."""
-        return {}
+        return {"num_key_value_heads": config.num_kv_heads}
 
     @classmethod
     def caches_of(
@@ -375,15 +374,16 @@ class Decoder:
 
     def _own_cache(self, weights: WeightReader, index: int, declared: LayerCache) -> LayerCache:
         """A layer's declaration on this rank, with its scales."""
-        own = declared.divided(weights.parallel.size)
+        size = weights.parallel.size
+        own = declared.divided(size)
         if isinstance(own, Recurrent):
             weights.kernels.require_rule(own.rule)
         strategy = kv_strategy(self.config.extra, weights.source.location)
-        num_heads = declared.num_kv_heads if isinstance(declared, PagedKV) else 0
-        if strategy is None or not isinstance(own, PagedKV) or not num_heads:
+        if strategy is None or not isinstance(declared, PagedKV) or not declared.num_kv_heads:
             return own
         prefix = f"{self._prefix}.layers.{index}.{self.attention_name}"
-        return replace(own, scales=read_kv_scales(weights, prefix, strategy, num_heads))
+        scales = read_kv_scales(weights, prefix, strategy, declared)
+        return replace(declared.divided(size), scales=scales)
 
     def _load_norm(self, weights: WeightReader, name: str) -> RMSNorm:
         return load_norm(self.config, weights, name)

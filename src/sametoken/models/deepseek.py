@@ -231,10 +231,13 @@ class DeepseekDecoder(NextNTarget):
 
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
-        """As ``Decoder.divided_sizes``; latents are whole on every rank."""
-        sizes = Decoder.divided_sizes(config)
-        del sizes["num_key_value_heads"]
-        return divided_sizes(config, sizes, _is_sparse)
+        """As ``Decoder.divided_sizes``, of experts and of the dense layers that there are."""
+        return divided_sizes(config, Decoder.divided_sizes(config), _is_sparse)
+
+    @staticmethod
+    def shared_sizes(config: ModelConfig) -> dict[str, int]:
+        """None: latents are whole on every rank."""
+        return {}
 
     @classmethod
     def caches_of(

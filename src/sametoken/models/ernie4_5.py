@@ -17,7 +17,7 @@ from sametoken.errors import CheckpointError
 from sametoken.layers.attention import Attention
 from sametoken.layers.residual import Block
 from sametoken.models.base import ModelConfig
-from sametoken.models.blocks import attention_shapes, load_mlp
+from sametoken.models.blocks import attention_heads, load_mlp
 from sametoken.models.decoder import Decoder
 from sametoken.models.experts import divided_sizes, grouped_routing, load_grouped
 from sametoken.models.layer_types import REFUSED
@@ -42,14 +42,15 @@ def load_paired_attention(
 ) -> Attention:
     """As ``load_attention``, of heads whose rotated elements are neighbours."""
     hidden = config.hidden_size
-    whole, shape = attention_shapes(config, weights, cache)
+    heads = attention_heads(config, weights, cache)
+    whole, shape, _ = heads
     q_rows = _halves(shape.num_heads, shape.head_dim)
     k_rows = _halves(shape.num_kv_heads, shape.head_dim)
     qkv = weights.linear(
         hidden,
         Part(f"{prefix}.q_proj", whole.q_size, q_rows, Split.ROWS),
-        Part(f"{prefix}.k_proj", whole.kv_size, k_rows, Split.ROWS),
-        Part(f"{prefix}.v_proj", whole.kv_size, split=Split.ROWS),
+        heads.kv_part(f"{prefix}.k_proj", k_rows),
+        heads.kv_part(f"{prefix}.v_proj"),
     )
     output = weights.row_parallel(whole.q_size, Part(f"{prefix}.o_proj", hidden))
     return Attention(weights.kernels, shape, qkv, output, rotary)

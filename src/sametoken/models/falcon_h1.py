@@ -111,7 +111,7 @@ class FalconH1ForCausalLM(Decoder):
     @staticmethod
     def shared_sizes(config: ModelConfig) -> dict[str, int]:
         """As ``Decoder.shared_sizes``: groups of Mamba-2 heads."""
-        return {"mamba_n_groups": config.extra["n_groups"]}
+        return Decoder.shared_sizes(config) | {"mamba_n_groups": config.extra["n_groups"]}
 
     @classmethod
     def caches_of(

@@ -24,7 +24,7 @@ from sametoken.layers.residual import Block, BlockNorm, Matrices, NormedAfter, k
 from sametoken.layers.rotary import PROPORTIONAL, rotary_table
 from sametoken.layers.shared_kv import NormedValueAttention
 from sametoken.models.base import ModelConfig
-from sametoken.models.blocks import attention_shapes, load_gated_mlp, load_norm
+from sametoken.models.blocks import attention_heads, load_gated_mlp, load_norm
 from sametoken.models.experts import load_experts
 from sametoken.models.gemma import GemmaDecoder
 from sametoken.models.layer_types import FULL, SLIDING, full_every
@@ -154,14 +154,20 @@ class Gemma4ForCausalLM(GemmaDecoder):
 
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
-        """As ``Decoder.divided_sizes``, with the KV heads of all layers, and experts."""
+        """As ``Decoder.divided_sizes``, with experts."""
         settings = Settings(config.extra, config.architecture)
         sizes = GemmaDecoder.divided_sizes(config)
+        if settings.switch("enable_moe_block"):
+            sizes["moe_intermediate_size"] = settings.integer("moe_intermediate_size")
+        return sizes
+
+    @staticmethod
+    def shared_sizes(config: ModelConfig) -> dict[str, int]:
+        """As ``Decoder.shared_sizes``, with the KV heads of all layers."""
+        sizes = GemmaDecoder.shared_sizes(config)
         for form in _layer_forms(config, config.architecture):
             if form.window is None:
                 sizes["num_global_key_value_heads"] = form.num_kv_heads
-        if settings.switch("enable_moe_block"):
-            sizes["moe_intermediate_size"] = settings.integer("moe_intermediate_size")
         return sizes
 
     @classmethod
@@ -271,12 +277,13 @@ class Gemma4ForCausalLM(GemmaDecoder):
         config, form = self.config, self._forms[index]
         prefix, is_own = f"{self._prefix}.layers.{index}.self_attn", form.source == index
         read = _kv_of(form, weights.dtype, form.num_kv_heads).within(self._max_positions)
-        whole, shape = attention_shapes(config, weights, read)
+        heads = attention_heads(config, weights, read)
+        whole, shape, _ = heads
         shape = replace(shape, score_factor=1.0)
         parts = [Part(f"{prefix}.q_proj", whole.q_size, split=Split.ROWS)]
         if is_own:
-            for name in ("k_proj",) if form.keys_are_values else ("k_proj", "v_proj"):
-                parts.append(Part(f"{prefix}.{name}", whole.kv_size, split=Split.ROWS))
+            names = ("k_proj",) if form.keys_are_values else ("k_proj", "v_proj")
+            parts += [heads.kv_part(f"{prefix}.{name}") for name in names]
         bias, output = config.attention_bias, Part(f"{prefix}.o_proj", config.hidden_size)
         q_weight = weights.vector(f"{prefix}.q_norm.weight", form.head_dim)
         k_weight = weights.vector(f"{prefix}.k_norm.weight", form.head_dim) if is_own else q_weight

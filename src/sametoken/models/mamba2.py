@@ -56,14 +56,15 @@ def divided_by_type(config: ModelConfig, sizes: dict[str, int]) -> dict[str, int
     """``sizes`` of ``Decoder.divided_sizes`` of the types of layers that there are."""
     types = Settings(config.extra, config.architecture).names("layer_types")
     if FULL not in types:
-        sizes = {key: size for key, size in sizes.items() if not key.endswith("_heads")}
+        sizes = {key: size for key, size in sizes.items() if key != "num_attention_heads"}
     return sizes | ({"mamba_n_heads": config.extra["mamba_num_heads"]} if LINEAR in types else {})
 
 
 def shared_by_type(config: ModelConfig) -> dict[str, int]:
     """``Decoder.shared_sizes`` of the types of layers that there are."""
     types = Settings(config.extra, config.architecture).names("layer_types")
-    return {"mamba_n_groups": config.extra["n_groups"]} if LINEAR in types else {}
+    sizes = {"num_key_value_heads": config.num_kv_heads} if FULL in types else {}
+    return sizes | ({"mamba_n_groups": config.extra["n_groups"]} if LINEAR in types else {})
 
 
 def bamba_sizes(settings: Settings, inner: int | None = None) -> dict[str, Any]:

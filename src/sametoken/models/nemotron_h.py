@@ -288,7 +288,8 @@ class NemotronHForCausalLM(Decoder):
         """As ``Decoder.shared_sizes``: groups of Mamba-2 heads."""
         settings = Settings(config.extra, config.architecture)
         types = settings.names("layer_types")
-        return {"n_groups": settings.integer("n_groups")} if MAMBA in types else {}
+        sizes = Decoder.shared_sizes(config) if ATTENTION in types else {}
+        return sizes | ({"n_groups": settings.integer("n_groups")} if MAMBA in types else {})
 
     @classmethod
     def caches_of(

@@ -9,7 +9,7 @@ from sametoken.layers.attention import Attention
 from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.residual import Block
 from sametoken.models.base import ModelConfig
-from sametoken.models.blocks import attention_shapes
+from sametoken.models.blocks import attention_heads
 from sametoken.models.decoder import Decoder
 from sametoken.models.layer_types import DIVIDING, WINDOWED
 from sametoken.models.load.weights import Part, Split, WeightReader
@@ -42,9 +42,15 @@ class Phi3ForCausalLM(Decoder):
 
     def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
         prefix, hidden = f"{self._prefix}.layers.{index}.self_attn", self.config.hidden_size
-        whole, shape = attention_shapes(self.config, weights, self._cache_of(index))
+        whole, shape, ranks = attention_heads(self.config, weights, self._cache_of(index))
         sizes = (whole.q_size, whole.kv_size, whole.kv_size)
-        fused = Part(f"{prefix}.qkv_proj", sum(sizes), split=Split.ROWS, output_sizes=sizes)
+        fused = Part(
+            f"{prefix}.qkv_proj",
+            sum(sizes),
+            split=Split.ROWS,
+            output_sizes=sizes,
+            ranks_per_share=(1, ranks, ranks),
+        )
         qkv = weights.linear(hidden, fused)
         output = weights.row_parallel(whole.q_size, Part(f"{prefix}.o_proj", hidden))
         return Attention(weights.kernels, shape, qkv, output, rotary)

@@ -23,7 +23,7 @@ from sametoken.layers.residual import Block
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import (
     attention_cache,
-    attention_shapes,
+    attention_heads,
     load_centred_head_norms,
     load_centred_norm,
 )
@@ -75,12 +75,13 @@ def load_gated_attention(
     config: ModelConfig, weights: WeightReader, prefix: str, rotary: RotaryTable
 ) -> GatedAttention:
     """Load the attention block at ``prefix``, with gate, q, k, v fused; ranks divide its heads."""
-    whole, shape = attention_shapes(config, weights)
+    heads = attention_heads(config, weights)
+    whole, shape, _ = heads
     projection = weights.linear(
         config.hidden_size,
         Part(f"{prefix}.q_proj", 2 * whole.q_size, _gate_first(shape), Split.ROWS),
-        Part(f"{prefix}.k_proj", whole.kv_size, split=Split.ROWS),
-        Part(f"{prefix}.v_proj", whole.kv_size, split=Split.ROWS),
+        heads.kv_part(f"{prefix}.k_proj"),
+        heads.kv_part(f"{prefix}.v_proj"),
         bias=config.attention_bias,
     )
     output_part = Part(f"{prefix}.o_proj", config.hidden_size)

@@ -134,13 +134,13 @@ def require_divisible(config: ModelConfig, size: int) -> None:
         _require_multiple(name, count, size)
     for name, count in model.shared_sizes(config).items():
         if size % count:
-            _require_multiple(name, count, size)
+            _require_multiple(name, count, size, "no multiple and no divisor")
 
 
-def _require_multiple(name: str, count: int, size: int) -> None:
+def _require_multiple(name: str, count: int, size: int, fault: str = "no multiple") -> None:
     if count % size:
         raise ConfigError(
             f"tensor_parallel_size={size} does not divide the model: {name}={count} "
-            f"is no multiple of {size}",
+            f"is {fault} of {size}",
             "use a size that divides it, or 1",
         )

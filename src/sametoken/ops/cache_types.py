@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import UnsupportedError
+from sametoken.ops.launch_sizes import cdiv
 from sametoken.ops.model.attention.kv import FLOAT8, KVScales, LayerKV
 from sametoken.ops.model.latent_attention.shape import LayerLatent
 from sametoken.ops.model.recurrent.rule import STATE_STRIDE, LayerMemory, RecurrentRule
@@ -58,8 +59,12 @@ class PagedKV:
         return ()
 
     def divided(self, size: int) -> PagedKV:
-        """The shard of one of ``size`` ranks: its heads."""
-        return replace(self, num_kv_heads=self.num_kv_heads // size)
+        """The shard of one of ``size`` ranks: its heads, or the one that it shares."""
+        return replace(self, num_kv_heads=cdiv(self.num_kv_heads, size))
+
+    def ranks_per_head(self, size: int) -> int:
+        """Of ``size`` ranks, how many adjacent ones have the same heads."""
+        return max(size // self.num_kv_heads, 1)
 
     def within(self, max_positions: int) -> PagedKV:
         """The cache of requests up to a length: a window that is no shorter is full attention."""

@@ -278,7 +278,7 @@ def test_a_served_engine_and_its_ranks_end_together(path, children, caplog, tmp_
 
 
 @pytest.mark.parametrize(
-    ("size", "match"), [(4, "num_key_value_heads=2"), (0, "tensor_parallel_size=0")]
+    ("size", "match"), [(3, "num_attention_heads=4"), (0, "tensor_parallel_size=0")]
 )
 def test_what_ranks_cannot_do_is_refused_before_any_starts(path, children, size, match):
     with pytest.raises(ConfigError, match=match):

@@ -8,8 +8,7 @@ import torch
 from helpers.thread_ranks import run_ranks
 from sametoken.layers.feed_forward import DividedExperts
 from sametoken.layers.linear import Linear, RowParallelLinear
-from sametoken.layers.parallel import SINGLE_RANK, gather_columns
-from sametoken.layers.share import of_rank
+from sametoken.layers.parallel import SINGLE_RANK, gather_columns, of_rank
 from sametoken.ops.backend import Routing
 from sametoken.ops.model.partial_sum import partial_sum
 from sametoken.ops.reference import ReferenceKernels

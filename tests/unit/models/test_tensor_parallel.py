@@ -41,6 +41,8 @@ SIZES = {
 }
 HYBRID_SIZES = SIZES | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 NEMOTRON_SIZES = SIZES | {"mamba_num_heads": 8, "n_groups": 4, "moe_latent_size": 16}
+#: Which two ranks share.
+ONE_KV_HEAD = {"num_key_value_heads": 1}
 
 
 def write_qwen3(folder):
@@ -54,7 +56,8 @@ def write_qwen3(folder):
 
 def write_gguf(folder):
     torch.manual_seed(0)
-    config = LlamaConfig(**SIZES, num_hidden_layers=2, max_position_embeddings=64)
+    sizes = SIZES | ONE_KV_HEAD
+    config = LlamaConfig(**sizes, num_hidden_layers=2, max_position_embeddings=64)
     return convert(LlamaForCausalLM(config), folder / "model.gguf")
 
 
@@ -65,7 +68,7 @@ def write_merged(folder):
 
 
 def write_biased(folder):
-    config = twin_config(**HYBRID_SIZES)
+    config = twin_config(**HYBRID_SIZES | ONE_KV_HEAD)
     return write_checkpoint(folder, config, twin_tensors(config))
 
 
@@ -77,7 +80,7 @@ WRITERS = {
     "qwen3_5 with biases": write_biased,
     "qwen3_5 with experts": write_merged,
     "qwen3_next": lambda folder: write_hybrid(folder, "qwen3_next", **HYBRID_SIZES),
-    "nemotron_h": lambda folder: write_nemotron(folder, **NEMOTRON_SIZES),
+    "nemotron_h": lambda folder: write_nemotron(folder, **NEMOTRON_SIZES | ONE_KV_HEAD),
 }
 
 
@@ -115,6 +118,28 @@ def test_ranks_hold_shares_and_not_the_whole(tmp_path):
     row_bytes = whole.embedding.nbytes // SIZES["vocab_size"]
     assert divided == whole.weights_bytes - whole.embedding.nbytes + row_bytes
     assert [rank.head.out_features for rank in ranks] == [24, 24]
+
+
+def test_a_rank_has_the_kv_head_that_its_queries_read_and_no_other(tmp_path):
+    """Of four ranks two and two have one."""
+    path = write_llama(tmp_path, **SIZES)
+    unit, head_dim = torch.eye(SIZES["hidden_size"]), SIZES["head_dim"]
+
+    def projected(model):
+        rows = model.layers[0].attention.qkv.weight.matmul(unit, out_dtype=torch.float32)
+        shape = model.layers[0].attention.shape
+        return [
+            part.split(head_dim, dim=1)
+            for part in rows.split((shape.q_size, shape.kv_size, shape.kv_size), dim=1)
+        ]
+
+    queries, *keys_and_values = projected(load(path))
+    for index, rank in enumerate(run_ranks(4, lambda p: load(path, parallel=p))):
+        assert {cache.num_kv_heads for cache in rank.caches} == {1}
+        (query,), *own = projected(rank)
+        assert torch.equal(query, queries[index])
+        for (found,), whole in zip(own, keys_and_values, strict=True):
+            assert torch.equal(found, whole[index // 2])
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5 with experts", "qwen3_next"])
@@ -199,12 +224,13 @@ def test_a_tensor_of_another_shape_is_refused_whatever_the_share(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("num_heads", 6), ("num_kv_heads", 2), ("intermediate_size", 42)],
+    [("num_heads", 6), ("num_kv_heads", 3), ("intermediate_size", 42)],
 )
 def test_what_does_not_divide_is_refused_by_name(tmp_path, name, count):
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4}
     config = read_config(write_llama(tmp_path, **SIZES | sizes))
-    require_divisible(config, 4)
+    for num_kv_heads in (1, 2, 4, 8):
+        require_divisible(replace(config, num_kv_heads=num_kv_heads), 4)
     names = {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
     with pytest.raises(ConfigError, match=f"{names.get(name, name)}={count}"):
         require_divisible(replace(config, **{name: count}), 4)
@@ -213,7 +239,6 @@ def test_what_does_not_divide_is_refused_by_name(tmp_path, name, count):
 @pytest.mark.parametrize(
     ("kind", "name", "count"),
     [
-        ("qwen3_5", "num_key_value_heads", 1),
         ("qwen3_5", "linear_num_key_heads", 1),
         ("qwen3_5", "intermediate_size", 25),
         ("qwen3_next", "moe_intermediate_size", 9),
@@ -222,8 +247,7 @@ def test_what_does_not_divide_is_refused_by_name(tmp_path, name, count):
 )
 def test_what_does_not_divide_a_hybrid_is_refused_by_name(tmp_path, kind, name, count):
     def config(**changes):
-        changes = HYBRID_SIZES | {"num_key_value_heads": 2} | changes
-        return read_config(write_hybrid(tmp_path, kind, **changes))
+        return read_config(write_hybrid(tmp_path, kind, **HYBRID_SIZES | changes))
 
     require_divisible(config(), 2)
     with pytest.raises(ConfigError, match=f"{name}={count}"):
@@ -235,7 +259,7 @@ def test_what_does_not_divide_a_hybrid_is_refused_by_name(tmp_path, kind, name, 
     [
         ("mamba_num_heads", 9),
         ("n_groups", 3),
-        ("num_key_value_heads", 1),
+        ("num_key_value_heads", 3),
         ("intermediate_size", 25),
         ("moe_intermediate_size", 9),
         ("moe_shared_expert_intermediate_size", 15),
@@ -244,7 +268,7 @@ def test_what_does_not_divide_a_hybrid_is_refused_by_name(tmp_path, kind, name, 
 def test_what_does_not_divide_nemotron_is_refused_by_name(tmp_path, name, count):
     def config(**changes):
         (tmp_path / "config.json").write_text(
-            json.dumps(nemotron_config(**NEMOTRON_SIZES | {"num_key_value_heads": 2} | changes))
+            json.dumps(nemotron_config(**NEMOTRON_SIZES | {"num_attention_heads": 6} | changes))
         )
         return read_config(tmp_path)
 

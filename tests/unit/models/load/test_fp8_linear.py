@@ -230,7 +230,8 @@ def test_weights_stay_in_eight_bits_where_the_config_says_so(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
 def test_ranks_divide_scales_with_rows_and_columns(tmp_path, strategy):
-    config, tensors = llama_tensors(intermediate_size=512)
+    # They share the KV head.
+    config, tensors = llama_tensors(intermediate_size=512, num_key_value_heads=1)
     stored, _ = quantize_tensors(
         tensors, strategy, scale_name="weight_scale", chosen=is_projection_or_head
     )

@@ -233,9 +233,11 @@ def test_parts_in_one_order_are_one_matrix_and_others_are_not(tmp_path):
     assert isinstance(model.layers[0].attention.qkv.weight, StackedWeight)
 
 
-@pytest.mark.parametrize(("layout", "size"), [("gptq", 32), ("gptq", 64), ("awq", -1)])
-def test_ranks_divide_groups(tmp_path, layout, size):
-    path = write(tmp_path, layout, size)
+@pytest.mark.parametrize(
+    ("layout", "size", "kv_heads"), [("gptq", 32, 1), ("gptq", 64, 2), ("awq", -1, 1)]
+)
+def test_ranks_divide_groups(tmp_path, layout, size, kv_heads):
+    path = write(tmp_path, layout, size, num_key_value_heads=kv_heads)
     expected = logits_of(load(path))
     for got in run_ranks(2, lambda rank: logits_of(load(path, parallel=rank))):
         assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5)

@@ -11,6 +11,7 @@ from sametoken.errors import CheckpointError
 from sametoken.models.load.kv_scheme import read_kv_scales
 from sametoken.models.load.sent import SentTensors
 from sametoken.models.load.weights import WeightReader
+from sametoken.ops.cache_types import PagedKV
 from sametoken.ops.reference import ReferenceKernels
 
 BESIDE = "block.k_scale", "block.v_scale"
@@ -21,16 +22,18 @@ def read(strategy: str, k: torch.Tensor, rank: int = 0, size: int = 1, names=BES
     source = SentTensors([*zip(names, (k, 2 * k), strict=True)])
     parallel = SimpleNamespace(rank=rank, size=size)
     reader = WeightReader(source, ReferenceKernels(), torch.float32, torch.device("cpu"), parallel)
-    return read_kv_scales(reader, "block", strategy, 4)
+    whole = PagedKV(4, 8, 8, torch.float8_e4m3fn)
+    return read_kv_scales(reader, "block", strategy, whole)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_has_the_scales_of_its_heads(rank):
+@pytest.mark.parametrize(("rank", "size", "heads"), [(0, 2, [0, 1]), (1, 2, [2, 3]), (5, 8, [2])])
+def test_a_rank_has_the_scales_of_its_heads(rank, size, heads):
     by_head = torch.tensor([0.25, 0.5, 1.0, 2.0]).bfloat16()
-    found = read("attn_head", by_head.view(4, 1, 1), rank, 2)
-    assert torch.equal(found.k, by_head[2 * rank : 2 * rank + 2].float())
+    found = read("attn_head", by_head.view(4, 1, 1), rank, size)
+    assert torch.equal(found.k, by_head[heads].float())
     assert torch.equal(found.v, 2 * found.k)
-    assert torch.equal(read("tensor", by_head[:1], rank, 2).k, torch.full((2,), 0.25))
+    of_all = read("tensor", by_head[:1], rank, size)
+    assert torch.equal(of_all.k, torch.full((len(heads),), 0.25))
 
 
 def test_they_may_lie_in_the_projections():

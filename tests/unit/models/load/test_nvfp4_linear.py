@@ -30,9 +30,7 @@ GATE = "model.layers.0.mlp.gate_proj"
 def checkpoint(tmp_path_factory):
     """A model, and the library's logits of the tokens."""
     folder = tmp_path_factory.mktemp("nvfp4")
-    return folder, written(
-        folder, GROUPS, token_ids=TOKENS, num_hidden_layers=1, num_key_value_heads=2, vocab_size=64
-    )
+    return folder, written(folder, GROUPS, token_ids=TOKENS, num_hidden_layers=1, vocab_size=64)
 
 
 def test_logits_are_those_of_the_library_that_wrote_the_file(checkpoint):

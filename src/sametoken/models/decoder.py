@@ -193,7 +193,7 @@ class Decoder:
 
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
-        """Sizes that ranks must divide evenly, by key in config.json, besides the vocabulary."""
+        """Sizes that ranks must divide evenly, by key in config.json."""
         return {
             "num_attention_heads": config.num_heads,
             "intermediate_size": config.intermediate_size,

@@ -106,14 +106,14 @@ def write_hybrid_target(folder, config: dict, seed: int = 0):
     return write_checkpoint(folder, config, tensors)
 
 
-def write_nextn_target(folder, num_heads: int, seed: int = 0, vocab_size: int = 1500):
+def write_nextn_target(folder, num_heads: int, seed: int = 0):
     """GLM-4.7-Flash's latents and rotated keys over small sizes, with a random NextN module."""
     from safetensors.torch import load_file, save_file
     from transformers import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
 
     torch.manual_seed(seed)
     config = Glm4MoeLiteConfig(
-        vocab_size=vocab_size,
+        vocab_size=1500,
         hidden_size=256,
         intermediate_size=512,
         moe_intermediate_size=128,

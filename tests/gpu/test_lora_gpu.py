@@ -194,7 +194,7 @@ def test_a_request_without_an_adapter_has_the_model_s_bits(files, truth):
 def test_two_gpus_have_bits_of_their_own_in_any_company(tmp_path):
     """Alone and eager as in graphs with drafts, of adapters of the start as of those that come."""
     # Ranks divide the vocabulary.
-    target = write_llama(tmp_path / "llama", **SIZES | {"vocab_size": 1536})
+    target = write_llama(tmp_path / "llama", **SIZES)
     adapters = {
         name: write_adapter(tmp_path / name, target, modules, 5 + 12 * seed, seed=seed)
         for seed, (name, modules) in enumerate({"all": (*ATTENTION, *MLP), "few": MLP}.items())

@@ -26,9 +26,9 @@ NGRAM = {
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 
 
-def write_mixture(folder, **sizes):
+def write_mixture(folder):
     """A random Qwen3-MoE, dense in its first layer."""
-    shape = SIZES | {"num_hidden_layers": 4} | sizes
+    shape = SIZES | {"num_hidden_layers": 4}
     config = Qwen3MoeConfig(**shape, **EXPERTS, mlp_only_layers=[0], eos_token_id=None)
     random_model(config, 0).bfloat16().save_pretrained(folder)
     return folder
@@ -138,7 +138,7 @@ def test_graphs_that_are_captured_again_write_to_the_same_memory(mixture, truth,
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_ranks_return_the_first_one_s(tmp_path, monkeypatch):
     """Each degree has an arithmetic of its own, which chooses experts too."""
-    path = write_mixture(tmp_path, vocab_size=1536)
+    path = write_mixture(tmp_path)
     expected = plain(path, tensor_parallel_size=2)
     windows_must_be_captured(monkeypatch)
     llm = engine(path, NGRAM, tensor_parallel_size=2, steps_in_flight=2)

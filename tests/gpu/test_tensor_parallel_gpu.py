@@ -42,15 +42,16 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 MAX_TOKENS = 96
 # Alone and without graphs a token takes tens of milliseconds.
 NUM_ALONE = 6
-# Ranks divide the vocabulary.
-SHAPE = SIZES | {"vocab_size": 1536}
+# Ranks share the KV head, and do not divide the vocabulary evenly.
+SHARED = {"num_key_value_heads": 1, "vocab_size": 1501}
+SHAPE = SIZES | SHARED
 EXPERTS = {
     "num_experts": 16,
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 256,
 }
-HYBRID = HYBRID_SIZES | FOUR_LAYERS | EXPERTS | {"vocab_size": 1536}
+HYBRID = HYBRID_SIZES | FOUR_LAYERS | EXPERTS | SHARED
 
 
 @pytest.fixture(scope="module", params=["LlamaForCausalLM", "Qwen3ForCausalLM"])
@@ -157,15 +158,17 @@ def test_the_same_tokens_of_hybrids(hybrid, eager):
 def write_other(folder, name: str):
     """Latent attention with NextN, Mamba-2 with MTP, or a Llama in float8 or 4 bits."""
     if name == "latent":
-        return write_nextn_target(folder, 20, vocab_size=1536)
+        return write_nextn_target(folder, 20)
     if name == "nemotron":
-        return write_nemotron(folder, NANO | {"vocab_size": 1536})
+        return write_nemotron(folder, NANO)
+    if name == "shared_group":
+        return write_nemotron(folder, NANO | SHARED | {"n_groups": 1})
     copy = folder.with_name(name + "-copy")
     quantize_checkpoint(write_target(folder, "LlamaForCausalLM", **SHAPE), copy, name)
     return copy
 
 
-@pytest.mark.parametrize("name", ["latent", "nemotron", "fp8-dynamic", "w4a16"])
+@pytest.mark.parametrize("name", ["latent", "nemotron", "shared_group", "fp8-dynamic", "w4a16"])
 def test_the_same_tokens_of_other_models(tmp_path, name):
     files = {"target": write_other(tmp_path / name, name)}
     items, few = list(requests(16, MAX_TOKENS)), list(requests(NUM_ALONE, MAX_TOKENS))
@@ -174,7 +177,7 @@ def test_the_same_tokens_of_other_models(tmp_path, name):
     assert alone == {name: plain[name] for name in alone}
     found = drive(engine(files, "ngram", max_num_seqs=16), items)
     assert found.tokens == plain
-    if name in ("latent", "nemotron"):
+    if name in ("latent", "nemotron", "shared_group"):
         found = drive(engine(files, "mtp", max_num_seqs=16), items)
         assert found.tokens == plain
     assert found.offered > 0

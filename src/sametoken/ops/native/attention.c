@@ -76,10 +76,10 @@ INLINE void pack_keys(const attention_job *job, workspace *work, int64_t count, 
     }
 }
 
-/* Scaled scores of all queries with `count` positions; the next unit's values are fetched, unless
- * they lie among its keys. */
+/* Scores of all queries with `count` positions, not scaled; the next unit's values are fetched,
+ * unless they lie among its keys. */
 INLINE void score(const attention_job *job, workspace *work, int64_t queries, int64_t count,
-                  float scale, const int bf16) {
+                  const int bf16) {
     int64_t stride = job->dim * (bf16 ? 2 : 4);
     for (int64_t column = 0; column < count; column += GROUP) {
         for (int64_t i = column; i < column + GROUP && job->values != job->keys; i++)
@@ -87,26 +87,16 @@ INLINE void score(const attention_job *job, workspace *work, int64_t queries, in
         const char *columns = (const char *)work->keys + column * stride;
         for (int64_t first = 0; first < queries; first += MOST_ROWS(bf16)) {
             int64_t rows = smaller(MOST_ROWS(bf16), queries - first);
-            /* Few queries run as many rows as their weights have halves, whatever lies behind them:
-             * to shape the matrix unit again would take longer. */
-            int few = has_halves(job, bf16) && queries <= MOST_ROWS(1) / 4;
-            f32v sums[MOST_ROWS(1) * PANELS];
-            sum_products(few ? 2 * rows : rows, work->queries + first * stride, stride, columns,
-                         job->dim, (float *)sums, &work->shaped, bf16);
-            for (int64_t r = 0; r < rows; r++)
-                for (int p = 0; p < PANELS; p++) {
-                    int64_t place = (first + r) * SPLIT + column + p * LANES;
-                    store_some(work->scores, place, LANES, 0, sums[r * PANELS + p] * scale);
-                }
+            sum_products(rows, work->queries + first * stride, stride, columns, job->dim,
+                         work->scores + first * SCORES + column, SCORES, &work->shaped, bf16);
         }
     }
 }
 
-/* Replace visible scores by exp(score - maximum), the weights, others by 0; writes maximum and sum.
- * With a depth, up to which there are rows of products, weights are stored as their halves. */
-INLINE void exponentiate(float *scores, span seen, int64_t depth, float *partial) {
+/* Replace visible scores by 2^(scale * score - maximum), the weights, others by 0; writes maximum
+ * and sum. With a depth, up to which there are rows of products, weights are rounded to bf16. */
+INLINE void exponentiate(float *scores, span seen, float scale, int64_t depth, float *partial) {
     const f32v lane = LANE_NUMBERS;
-    uint16_t low[SPLIT];
     f32v highest = splat(-INFINITY), sum = {0};
     for (int64_t i = 0; i < seen.stop; i += LANES) {
         f32v v = load_some(scores, i, LANES, 0);
@@ -117,18 +107,16 @@ INLINE void exponentiate(float *scores, span seen, int64_t depth, float *partial
         }
         highest = max_lanes(v, highest);
     }
-    float maximum = largest_lane(highest);
+    float maximum = largest_lane(highest) * scale;
     for (int64_t i = 0; i < seen.stop; i += LANES) {
-        f32v v = exp_below(load_some(scores, i, LANES, 0) - maximum);
-        if (depth) halve(scores, low, i, v);
-        else store_some(scores, i, LANES, 0, v);
+        f32v v = load_some(scores, i, LANES, 0);
+        v = exp2_below(multiply_add(v, splat(scale), splat(-maximum)));
+        /* Those in bf16 lie over scores that have been read. */
+        store_some(scores, i, LANES, depth > 0, v);
         sum += v;
     }
-    if (depth) {
-        for (int64_t i = round_up(seen.stop, LANES); i < depth; i += LANES)
-            halve(scores, low, i, splat(0.0f));
-        memcpy((uint16_t *)scores + SPLIT, low, depth * sizeof *low);
-    }
+    for (int64_t i = round_up(seen.stop, LANES); i < depth; i += LANES)
+        store_some(scores, i, LANES, 1, splat(0.0f));
     partial[0] = maximum;
     partial[1] = sum_lanes(sum);
 }
@@ -146,17 +134,17 @@ INLINE void attend(const attention_job *job, workspace *work, float *all_partial
         memcpy(work->queries + r * bytes, (const char *)job->q + head * bytes, bytes);
     }
     pack_keys(job, work, count, bf16);
-    float scale = job->scale * scale_of(job->k_scales, kv_head);
-    score(job, work, tile->rows * group, count, scale, bf16);
+    score(job, work, tile->rows * group, count, bf16);
 
     int64_t size = partial_size(job->v_dim), stride = tile->splits * size;
     float *partials = all_partials + tile->first_partial;
     partials += kv_head * group * stride + split * size;
-    int64_t depth = has_halves(job, bf16) ? round_up(count, AMX_DEPTH) : 0;
+    float scale = job->scale * scale_of(job->k_scales, kv_head) * LOG2_E;
+    int64_t depth = has_narrow_weights(job, bf16) ? round_up(count, AMX_DEPTH) : 0;
     for (int64_t r = 0; r < tile->rows; r++)
         for (int64_t g = 0; g < group; g++)
-            exponentiate(work->scores + (r * group + g) * SPLIT,
-                         visible(job, tile->first + r, start), depth,
+            exponentiate(work->scores + (r * group + g) * SCORES,
+                         visible(job, tile->first + r, start), scale, depth,
                          partials + (r * job->heads + g) * stride);
     weigh(job, tile, work, start, group, partials, stride, bf16);
 }
@@ -164,8 +152,8 @@ INLINE void attend(const attention_job *job, workspace *work, float *all_partial
 /* Merge a sink into a row's splits: both on their common maximum, so that neither overflows. */
 INLINE void add_sink(float sink, float *total, int64_t size) {
     float maximum = sink > total[0] ? sink : total[0];
-    float old = exp_lanes(splat(total[0] - maximum))[0];
-    total[1] = total[1] * old + exp_lanes(splat(sink - maximum))[0];
+    float old = exp2_below(splat(total[0] - maximum))[0];
+    total[1] = total[1] * old + exp2_below(splat(sink - maximum))[0];
     for (int64_t i = LANES; i < size; i += LANES)
         store_some(total, i, LANES, 0, load_some(total, i, LANES, 0) * old);
 }
@@ -180,8 +168,8 @@ INLINE void merge(const attention_job *job, int64_t row, int64_t head, const flo
     for (int64_t split = unseen / SPLIT + 1; split < splits; split++) {
         partial += size;
         float maximum = partial[0] > total[0] ? partial[0] : total[0];
-        float old = exp_lanes(splat(total[0] - maximum))[0];
-        float new = exp_lanes(splat(partial[0] - maximum))[0];
+        f32v factors = exp2_below((f32v){total[0] - maximum, partial[0] - maximum});
+        float old = factors[0], new = factors[1];
         total[0] = maximum;
         total[1] = total[1] * old + partial[1] * new;
         for (int64_t i = LANES; i < size; i += LANES) {
@@ -189,7 +177,7 @@ INLINE void merge(const attention_job *job, int64_t row, int64_t head, const flo
             store_some(total, i, LANES, 0, a * old + b * new);
         }
     }
-    if (job->sinks) add_sink(job->sinks[head], total, size);
+    if (job->sinks) add_sink(job->sinks[head] * LOG2_E, total, size);
     float scale = scale_of(job->v_scales, head / (job->heads / job->kv_heads));
     for (int64_t i = 0; i < job->v_dim; i += LANES)
         store_some(job->out, (row * job->heads + head) * job->v_dim + i, job->v_dim - i, bf16,
@@ -199,7 +187,8 @@ INLINE void merge(const attention_job *job, int64_t row, int64_t head, const flo
 /* Divide rows into tiles; returns their number. */
 static int64_t make_tiles(const attention_job *job, row_tile *tiles) {
     int64_t group = job->heads / job->kv_heads, count = 0;
-    int64_t most = larger(1, SHARED_QUERIES / group);
+    int64_t each = ceil_div(job->t * job->kv_heads, 4 * omp_get_max_threads()) * group;
+    int64_t most = larger(1, smaller(larger(each, LEAST_SHARING), MOST_SHARING) / group);
     for (int64_t row = 0, rows; row < job->t; row += rows) {
         int64_t last = job->positions[row];
         for (rows = 1; rows < most && row + rows < job->t; rows++) {
@@ -213,9 +202,9 @@ static int64_t make_tiles(const attention_job *job, row_tile *tiles) {
 
 static int64_t divide(workspace *work, const attention_job *job, int64_t size) {
     int64_t group = job->heads / job->kv_heads;
-    int64_t queries = larger(SHARED_QUERIES, group);
+    int64_t queries = larger(MOST_SHARING, group);
     int64_t keys = SPLIT * job->dim * size, values = (partial_size(job->v_dim) - LANES) * SPLIT * 4;
-    int64_t rows = round_up(queries * job->dim * size, 64), scores = queries * SPLIT * 4;
+    int64_t rows = round_up(queries * job->dim * size, 64), scores = queries * SCORES * 4;
     char *memory = reserve(&unit_memory, keys + values + rows + scores);
     if (!memory) return 0;
     work->now = work->memory_of_places;

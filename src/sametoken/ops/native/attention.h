@@ -7,12 +7,16 @@
 
 #define SPLIT 256
 /* Query rows (rows x heads of a KV head) that share one split's packed keys and values: more where
- * packing takes longer than products. */
+ * packing takes longer than products, unless threads would have nothing to do. */
+#define LEAST_SHARING 48
 #if defined(HAS_AMX)
-#define SHARED_QUERIES 96
+#define MOST_SHARING 192
 #else
-#define SHARED_QUERIES 48
+#define MOST_SHARING LEAST_SHARING
 #endif
+/* Floats from a query's scores to the next one's. Rows of a power of two would meet in few places
+ * of the first cache. */
+#define SCORES (SPLIT + LANES)
 /* Floats of partial results held at once for each thread, as few as stay in its second cache; more
  * rows run in several batches. */
 #define PARTIAL_FLOATS (1 << 18)
@@ -51,7 +55,7 @@ typedef struct {
     float *values;          /* [v_dim / GROUP][SPLIT][GROUP], or NULL: not packed */
     float *memory_of_values;
     char *queries;          /* [rows * group][dim] */
-    float *scores;          /* [rows * group][SPLIT], then the weights */
+    float *scores;          /* [rows * group][SCORES], then the weights */
     int64_t shaped;         /* as in products.h */
 } workspace;
 

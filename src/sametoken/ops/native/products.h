@@ -51,7 +51,7 @@ INLINE void add_depth(const char *x, int64_t stride, const char *columns, const 
 }
 
 INLINE void amx_sums(const int64_t rows, const char *x, int64_t stride, const char *columns,
-                     int64_t depth, float *sums, const int both) {
+                     int64_t depth, float *sums, int64_t between, const int both) {
     int64_t steps = depth / AMX_DEPTH, left = depth % AMX_DEPTH;
     written(x);
     _tile_zero(4);
@@ -68,11 +68,11 @@ INLINE void amx_sums(const int64_t rows, const char *x, int64_t stride, const ch
         written(last_columns);
         add_depth(last_x, AMX_BYTES, last_columns, both);
     }
-    _tile_stored(4, sums, GROUP * 4);
-    _tile_stored(5, sums + LANES, GROUP * 4);
+    _tile_stored(4, sums, between * 4);
+    _tile_stored(5, sums + LANES, between * 4);
     if (both) {
-        _tile_stored(6, sums + 16 * GROUP, GROUP * 4);
-        _tile_stored(7, sums + 16 * GROUP + LANES, GROUP * 4);
+        _tile_stored(6, sums + 16 * between, between * 4);
+        _tile_stored(7, sums + 16 * between + LANES, between * 4);
     }
 }
 #define MOST_ROWS(bf16) ((bf16) ? AMX_ROWS : MAX_ROWS)
@@ -80,21 +80,23 @@ INLINE void amx_sums(const int64_t rows, const char *x, int64_t stride, const ch
 #define MOST_ROWS(bf16) MAX_ROWS
 #endif
 
-/* Sums of up to MOST_ROWS rows and one group of columns, [rows][GROUP]; `shaped` rows are those for
- * which this thread's matrix unit was shaped last, at first 0. */
-INLINE void sum_products(int64_t rows, const char *x, int64_t stride, const char *columns,
-                         int64_t k, float *sums, int64_t *shaped, const int bf16) {
+/* Sums of up to MOST_ROWS rows and one group of columns: [rows][GROUP], rows `between` floats apart.
+ * `shaped` rows are those for which this thread's matrix unit was shaped last, at first 0. */
+INLINE void sum_products(int64_t rows, const char *x, int64_t stride, const char *columns, int64_t k,
+                         float *sums, int64_t between, int64_t *shaped, const int bf16) {
 #if defined(HAS_AMX)
     if (bf16) {
         if (rows != *shaped) shape_tiles(rows);
         *shaped = rows;
-        if (rows > 16) amx_sums(rows, x, stride, columns, k, sums, 1);
-        else amx_sums(rows, x, stride, columns, k, sums, 0);
+        if (rows > 16) amx_sums(rows, x, stride, columns, k, sums, between, 1);
+        else amx_sums(rows, x, stride, columns, k, sums, between, 0);
         return;
     }
 #endif
-    memset(sums, 0, rows * GROUP * sizeof *sums);
-    multiply_tile(rows, x, stride, columns, k, sums, bf16);
+    float own[MAX_ROWS * GROUP] __attribute__((aligned(64))) = {0};
+    multiply_tile(rows, x, stride, columns, k, own, bf16);
+    for (int64_t r = 0; r < rows; r++)
+        memcpy(sums + r * between, own + r * GROUP, GROUP * sizeof *sums);
     (void)shaped;
 }
 

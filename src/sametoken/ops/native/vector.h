@@ -83,21 +83,29 @@ INLINE f32v multiply_add(f32v a, f32v b, f32v c) {
 
 /* Sum of the lanes, by pairwise halving. */
 INLINE float sum_lanes(f32v v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
     float lane[LANES];
     memcpy(lane, &v, sizeof lane);
     for (int width = LANES / 2; width; width /= 2)
         for (int i = 0; i < width; i++) lane[i] += lane[i + width];
     return lane[0];
+#endif
 }
 
 /* Of lanes without NaN. */
 INLINE float largest_lane(f32v v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
     float lane[LANES];
     memcpy(lane, &v, sizeof lane);
     for (int width = LANES / 2; width; width /= 2)
         for (int i = 0; i < width; i++)
             lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
     return lane[0];
+#endif
 }
 
 /* Round to nearest even bf16; NaN stays NaN. */
@@ -200,11 +208,38 @@ INLINE float inverse_rms(const void *x, int64_t first, int64_t size, float eps, 
     return 1.0f / sqrtf(sum_of_squares(x, first, size, bf16) / (float)size + eps);
 }
 
-/* e^x of x up to 88, to about 1 ulp: 0 below -87, NaN for NaN. */
-INLINE f32v exp_below(f32v x) {
-    f32v inside = max_lanes(splat(-87.0f), x);
-    const float round = 12582912.0f; /* 1.5 * 2^23: adding it leaves the nearest integer */
-    f32v power = multiply_add(inside, splat(1.44269504f), splat(round)) - round;
+/* Adding it and taking it away again leaves the nearest integer: 1.5 * 2^23. */
+#define TO_INTEGER 12582912.0f
+#define LOG2_E 1.44269504f
+
+/* p * 2^power, 0 where x is below `lowest`; NaN for NaN. */
+INLINE f32v times_power(f32v p, f32v power, f32v x, float lowest) {
+#if defined(__AVX512F__)
+    __mmask16 some = _mm512_cmp_ps_mask((__m512)x, (__m512)splat(lowest), _CMP_NLT_UQ);
+    return (f32v)_mm512_maskz_scalef_ps(some, (__m512)p, (__m512)power);
+#else
+    i32v exponent = __builtin_convertvector(power, i32v);
+    f32v value = p * (f32v)((exponent + 127) << 23);
+    return select_lanes(x < lowest, splat(0.0f), value);
+#endif
+}
+
+/* 2^x of x up to 127, to about 1 ulp: 0 below -126, NaN for NaN. */
+INLINE f32v exp2_below(f32v x) {
+    f32v inside = max_lanes(splat(-126.0f), x);
+    f32v power = inside + splat(TO_INTEGER) - splat(TO_INTEGER), r = inside - power;
+    f32v p = splat(1.3264727029e-3f);
+    p = multiply_add(p, r, splat(9.6715128782e-3f));
+    p = multiply_add(p, r, splat(5.5507337459e-2f));
+    p = multiply_add(p, r, splat(2.4022242082e-1f));
+    p = multiply_add(p, r, splat(6.9314697760e-1f));
+    return times_power(multiply_add(p, r, splat(1.0f)), power, x, -126.0f);
+}
+
+/* e^x, to about 1 ulp: 0 below -87, infinity above 88, NaN for NaN. */
+INLINE f32v exp_lanes(f32v x) {
+    f32v inside = max_lanes(splat(-87.0f), min_lanes(splat(88.0f), x));
+    f32v power = multiply_add(inside, splat(LOG2_E), splat(TO_INTEGER)) - TO_INTEGER;
     f32v r = multiply_add(power, splat(-0.693359375f), inside);
     r = multiply_add(power, splat(2.12194440e-4f), r);
     f32v p = splat(1.9875691500e-4f);
@@ -214,18 +249,7 @@ INLINE f32v exp_below(f32v x) {
     p = multiply_add(p, r, splat(1.6666665459e-1f));
     p = multiply_add(p, r, splat(5.0000001201e-1f));
     p = multiply_add(p, r * r, r) + 1.0f;
-#if defined(__AVX512F__)
-    f32v value = (f32v)_mm512_scalef_ps((__m512)p, (__m512)power);
-#else
-    i32v exponent = __builtin_convertvector(power, i32v);
-    f32v value = p * (f32v)((exponent + 127) << 23);
-#endif
-    return select_lanes(x < -87.0f, splat(0.0f), value);
-}
-
-/* The same of any x: infinity above 88. */
-INLINE f32v exp_lanes(f32v x) {
-    return select_lanes(x > 88.0f, splat(INFINITY), exp_below(min_lanes(splat(88.0f), x)));
+    return select_lanes(x > 88.0f, splat(INFINITY), times_power(p, power, x, -87.0f));
 }
 
 /* Natural logarithm of positive normal numbers, to about 1 ulp. */

@@ -33,7 +33,7 @@ INLINE void weigh_cached(const int rows, const attention_job *job, const workspa
                                   whole ? 0 : job->e4m3);
 #pragma GCC unroll 16
             for (int r = 0; r < rows; r++)
-                sum[r][p] = multiply_add(splat(weights[r * SPLIT + position]), values, sum[r][p]);
+                sum[r][p] = multiply_add(splat(weights[r * SCORES + position]), values, sum[r][p]);
         }
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) memcpy(sums + r * GROUP, sum[r], sizeof *sum);
@@ -46,7 +46,7 @@ INLINE void weigh_span(int64_t rows, const attention_job *job, const workspace *
     if (seen.first >= seen.stop) return;
     if (work->values) {
         const float *columns = work->values + i * SPLIT + seen.first * GROUP;
-        multiply_tile(rows, weights + seen.first, SPLIT * 4, columns, seen.stop - seen.first, sums,
+        multiply_tile(rows, weights + seen.first, SCORES * 4, columns, seen.stop - seen.first, sums,
                       0);
         return;
     }
@@ -79,26 +79,26 @@ INLINE void weigh_in_fp32(const attention_job *job, const row_tile *tile, worksp
         for (int64_t first = 0; first < queries; first += MAX_ROWS) {
             int64_t rows = smaller(MAX_ROWS, queries - first);
             float sums[MAX_ROWS * GROUP] __attribute__((aligned(64))) = {0};
-            const float *weights = work->scores + first * SPLIT;
+            const float *weights = work->scores + first * SCORES;
             for (int64_t q = 0; q < rows && job->window; q++) {
                 span before = visible(job, tile->first + (first + q) / group, start);
                 before.stop = common.first;
-                weigh_span(1, job, work, weights + q * SPLIT, i, before, sums + q * GROUP, bf16);
+                weigh_span(1, job, work, weights + q * SCORES, i, before, sums + q * GROUP, bf16);
             }
             weigh_span(rows, job, work, weights, i, common, sums, bf16);
             for (int64_t q = 0; q < rows; q++) {
                 int64_t row = (first + q) / group, head = (first + q) % group;
                 span after = visible(job, tile->first + row, start);
                 after.first = larger(after.first, common.stop);
-                weigh_span(1, job, work, weights + q * SPLIT, i, after, sums + q * GROUP, bf16);
+                weigh_span(1, job, work, weights + q * SCORES, i, after, sums + q * GROUP, bf16);
                 float *partial = partials + (row * job->heads + head) * stride;
                 memcpy(partial + LANES + i, sums + q * GROUP, GROUP * sizeof *sums);
             }
         }
 }
 
-/* Whether the halves of weights are multiplied by matrix units. */
-INLINE int has_halves(const attention_job *job, int bf16) {
+/* Whether weights are rounded to bf16 and multiplied by matrix units. */
+INLINE int has_narrow_weights(const attention_job *job, int bf16) {
 #if defined(HAS_AMX)
     return bf16 && !job->e4m3;
 #else
@@ -106,15 +106,8 @@ INLINE int has_halves(const attention_job *job, int bf16) {
 #endif
 }
 
-/* A weight is the sum of two bf16 numbers, its halves, which keep 16 of its bits. Each has a row of
- * products with values that are packed by pairs of positions. Products run over whole tiles of
- * positions, anchored at 0: those that a row does not see add 0 to its sums. */
-
-/* Store the halves of LANES weights from `i` on: the high ones over weights that have been read. */
-INLINE void halve(float *weights, uint16_t *low, int64_t i, f32v weight) {
-    store_some(weights, i, LANES, 1, weight);
-    store_some(low, i, LANES, 1, weight - widen_lanes(narrow(weight)));
-}
+/* Values are packed by pairs of positions then. Products run over whole tiles of positions, anchored
+ * at 0: those that a row does not see add 0 to its sums. */
 
 #if defined(HAS_AMX)
 INLINE span whole_tiles(span seen) {
@@ -145,18 +138,18 @@ static __attribute__((noinline)) void pack_pairs(const attention_job *job, works
 /* Lane l of the even elements and of the odd ones in turn. */
 #define IN_TURN(l, s) (l) / 2 + (l) % 2 * LANES + (s)
 
-/* Add a query's halves of sums. What underflows to -0 becomes 0: values that the row does not see
- * have signs too. */
-INLINE void join_halves(const f32v *high, const f32v *low, float *to) {
-    f32v even = high[0] + low[0] + 0.0f, odd = high[1] + low[1] + 0.0f;
+/* Store a query's sums. What underflows to -0 becomes 0: values that the row does not see have signs
+ * too. */
+INLINE void put_in_turn(const f32v *sums, float *to) {
+    f32v even = sums[0] + 0.0f, odd = sums[1] + 0.0f;
     store_some(to, 0, LANES, 0, SHUFFLE(even, odd, IN_TURN, 0));
     store_some(to, LANES, LANES, 0, SHUFFLE(even, odd, IN_TURN, LANES / 2));
 }
 
 /* Weighted values of the positions seen, for `count` queries from `first` on. */
-INLINE void sum_halves(const attention_job *job, workspace *work, int64_t first, int64_t count,
+INLINE void sum_narrow(const attention_job *job, workspace *work, int64_t first, int64_t count,
                        span seen, int64_t group, float *partials, int64_t stride) {
-    const int64_t most = MOST_ROWS(1) / 2;
+    const int64_t most = MOST_ROWS(1);
     span tiles = whole_tiles(seen);
     const char *columns = (const char *)(work->memory_of_values + tiles.first / 2 * GROUP);
     for (int64_t i = 0; i < job->v_dim; i += GROUP) {
@@ -164,13 +157,13 @@ INLINE void sum_halves(const attention_job *job, workspace *work, int64_t first,
         for (int64_t start = first; start < first + count; start += most) {
             int64_t queries = smaller(most, first + count - start);
             f32v sums[MOST_ROWS(1) * PANELS];
-            const char *weights = (const char *)(work->scores + start * SPLIT) + tiles.first * 2;
-            sum_products(2 * queries, weights, SPLIT * 2, columns, tiles.stop - tiles.first,
-                         (float *)sums, &work->shaped, 1);
+            const char *weights = (const char *)(work->scores + start * SCORES) + tiles.first * 2;
+            sum_products(queries, weights, SCORES * 4, columns, tiles.stop - tiles.first,
+                         (float *)sums, GROUP, &work->shaped, 1);
             for (int64_t q = 0; q < queries; q++) {
                 int64_t row = (start + q) / group, head = (start + q) % group;
                 float *partial = partials + (row * job->heads + head) * stride + LANES + i;
-                join_halves(sums + 2 * q * PANELS, sums + (2 * q + 1) * PANELS, partial);
+                put_in_turn(sums + q * PANELS, partial);
             }
         }
     }
@@ -182,19 +175,19 @@ INLINE int all_finite(const float *numbers, int64_t count) {
     return sum_lanes(zeros) == 0.0f;
 }
 
-/* Weighted values by halves. One that is not finite reaches the sums of all rows, since 0 times it
+/* Weighted values by matrix units. One that is not finite reaches the sums of all rows, since 0 times it
  * is not 0: then each row has products of its own. */
-INLINE void weigh_halves(const attention_job *job, const row_tile *tile, workspace *work,
+INLINE void weigh_narrow(const attention_job *job, const row_tile *tile, workspace *work,
                          int64_t start, int64_t group, float *partials, int64_t stride) {
     span all = {SPLIT, work->now->count};
     for (int64_t r = 0; r < tile->rows; r++)
         all.first = smaller(all.first, visible(job, tile->first + r, start).first);
-    sum_halves(job, work, 0, tile->rows * group, all, group, partials, stride);
+    sum_narrow(job, work, 0, tile->rows * group, all, group, partials, stride);
     if (tile->rows == 1 || all_finite(partials + LANES, round_up(job->v_dim, GROUP))) return;
     for (int64_t r = 0; r < tile->rows; r++) {
         span seen = visible(job, tile->first + r, start);
         if (seen.first < seen.stop)
-            sum_halves(job, work, r * group, group, seen, group, partials, stride);
+            sum_narrow(job, work, r * group, group, seen, group, partials, stride);
     }
 }
 #endif
@@ -202,8 +195,8 @@ INLINE void weigh_halves(const attention_job *job, const row_tile *tile, workspa
 INLINE void weigh(const attention_job *job, const row_tile *tile, workspace *work, int64_t start,
                   int64_t group, float *partials, int64_t stride, const int bf16) {
 #if defined(HAS_AMX)
-    if (has_halves(job, bf16)) {
-        weigh_halves(job, tile, work, start, group, partials, stride);
+    if (has_narrow_weights(job, bf16)) {
+        weigh_narrow(job, tile, work, start, group, partials, stride);
         return;
     }
 #endif

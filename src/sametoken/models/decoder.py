@@ -39,7 +39,7 @@ from sametoken.state.caches import ModelCache
 
 HEAD = "lm_head.weight"
 # Tables in old checkpoints that are derived from the config.
-DERIVED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight")
+DERIVED_TENSORS = ("rotary_emb.inv_freq",)
 #: Prefixes of the text decoder's tensors in checkpoints that also see images.
 TEXT_PREFIXES = ("model.language_model", "language_model.model")
 #: Prefixes of the tensors of their other parts, which are not read.

@@ -1,14 +1,15 @@
 """gpt-oss: attention sinks, windows in every other layer, and experts with biases and limits.
 
 Checkpoints store the experts' gate and up features in turn, and their matrices with the inputs
-first, or in MXFP4 with the outputs first; both become [gate | up] with the outputs first.
+first, or in MXFP4 with the outputs first; GGUF files have a matrix and a bias for each projection.
+All become [gate | up] with the outputs first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from sametoken.layers.feed_forward import RoutedExperts
 from sametoken.layers.residual import Block
 from sametoken.models.base import ModelConfig
+from sametoken.models.blocks import load_gated_mlp
 from sametoken.models.decoder import Decoder
 from sametoken.models.experts import summed_over_ranks
 from sametoken.models.layer_types import FULL, SLIDING, WINDOWED
@@ -23,7 +25,7 @@ from sametoken.models.load.settings import MAX_EXPERTS, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import RotaryTable, Routing
 from sametoken.ops.cache_types import LayerCache
-from sametoken.ops.weight import ClampedExperts, Experts
+from sametoken.ops.weight import ClampedExperts, Experts, Weight
 
 _YARN = {
     "rope_type": "yarn",
@@ -100,6 +102,34 @@ class GptOssForCausalLM(Decoder):
 def _experts(
     config: ModelConfig, weights: WeightReader, prefix: str, settings: Settings, count: int
 ) -> Experts:
+    is_separate = f"{prefix}.0.gate_proj.weight" in weights
+    load = _separate_matrices if is_separate else _stacked_matrices
+    gate_up, down, gate_up_bias, down_bias = load(config, weights, prefix, count)
+    return weights.kernels.pack_experts(
+        gate_up,
+        down,
+        ClampedExperts(
+            settings.number("swiglu_alpha"),
+            settings.number("swiglu_limit"),
+            gate_up_bias,
+            # Ranks' partial sums are added, so one of them has the bias.
+            down_bias if weights.parallel.rank == 0 else torch.zeros_like(down_bias),
+        ),
+    )
+
+
+class _Matrices(NamedTuple):
+    """This rank's part of all experts, gate before up; biases are [E, 2I] and [E, H]."""
+
+    gate_up: list[Weight]
+    down: list[Weight]
+    gate_up_bias: Tensor
+    down_bias: Tensor
+
+
+def _stacked_matrices(
+    config: ModelConfig, weights: WeightReader, prefix: str, count: int
+) -> _Matrices:
     hidden, size = config.hidden_size, config.intermediate_size
     own_size = size // weights.parallel.size
     # A rank's range of interleaved rows is the same range of gates and of ups.
@@ -110,16 +140,29 @@ def _experts(
     down = weights.packed_stack(count, size, down_part, transposed=True)
     gate_up_bias = Part(f"{prefix}.gate_up_proj_bias", count, split=Split.COLUMNS)
     down_bias = weights.tensor(Part(f"{prefix}.down_proj_bias", count), (hidden,))
-    return weights.kernels.pack_experts(
-        gate_up,
-        down,
-        ClampedExperts(
-            settings.number("swiglu_alpha"),
-            settings.number("swiglu_limit"),
-            _separated(weights.tensor(gate_up_bias, (2 * size,))),
-            # Ranks' partial sums are added, so one of them has the bias.
-            down_bias if weights.parallel.rank == 0 else torch.zeros_like(down_bias),
-        ),
+    return _Matrices(
+        gate_up, down, _separated(weights.tensor(gate_up_bias, (2 * size,))), down_bias
+    )
+
+
+def _separate_matrices(
+    config: ModelConfig, weights: WeightReader, prefix: str, count: int
+) -> _Matrices:
+    hidden, size = config.hidden_size, config.intermediate_size
+    mlps = [load_gated_mlp(weights, f"{prefix}.{i}", hidden, size) for i in range(count)]
+    gates, ups, downs = (
+        [weights.tensor(replace(part, name=f"{prefix}.{i}.{part.name}.bias")) for i in range(count)]
+        for part in (
+            Part("gate_proj", size, split=Split.ROWS),
+            Part("up_proj", size, split=Split.ROWS),
+            Part("down_proj", hidden),
+        )
+    )
+    return _Matrices(
+        [mlp.gate_up.weight for mlp in mlps],
+        [mlp.down.weight for mlp in mlps],
+        torch.cat((torch.stack(gates), torch.stack(ups)), dim=1),
+        torch.stack(downs),
     )
 
 

@@ -190,7 +190,7 @@ def _download(
 
     # These import torch, which the command's help does without.
     from sametoken.models.load.adapter import read_adapter_config
-    from sametoken.models.load.gguf_checkpoint import require_architecture
+    from sametoken.models.load.gguf_architectures import require_architecture
     from sametoken.models.loader import read_config
 
     info = HfApi().model_info(hub_id.repository, revision=hub_id.revision, files_metadata=True)

@@ -144,7 +144,7 @@ def load_model(
     architecture = model_class(checkpoint.config.architecture)
     require_divisible(checkpoint.config, parallel.size)
     build = partial(architecture, checkpoint.config, max_positions=max_positions)
-    quantization = _formats(checkpoint, str(path), load_format)
+    quantization = _formats(checkpoint, str(path), load_format, kernels)
     if load_format == DUMMY:
         return build(dummy_reader(Path(path), kernels, dtype, device, (), parallel, quantization))
     tensors = checkpoint.open_tensors()
@@ -154,8 +154,10 @@ def load_model(
         )
 
 
-def _formats(checkpoint: Checkpoint, path: str, load_format: str) -> Quantization:
+def _formats(checkpoint: Checkpoint, path: str, load_format: str, kernels: Kernels) -> Quantization:
     """How the checkpoint's matrices are stored and stay."""
     if load_format != GGUF_PACKED or not isinstance(checkpoint, GGUFCheckpoint):
         return read_quantization(checkpoint.config.extra, path)
-    return checkpoint.blocks()
+    blocks = checkpoint.blocks()
+    blocks.require_products(kernels)
+    return blocks

@@ -74,6 +74,9 @@ class ComposedKernels:
             normed, total = self.add_rms_norm(x, residual, weight, eps)
         return RoundedRows(*rounded(normed), normed.dtype), total
 
+    def require_integer_experts(self) -> None:
+        """Accept them."""
+
     def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
         return None
 

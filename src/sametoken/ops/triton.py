@@ -219,6 +219,12 @@ class TritonKernels:
 
     pack_integers = pack_int4
 
+    def require_integer_experts(self) -> None:
+        raise UnsupportedError(
+            "experts in the bits of a GGUF file have no products on a GPU, except in MXFP4",
+            "use load_format 'gguf', which expands them, or device 'cpu'",
+        )
+
     def whole_layer(self, parts: LayerParts) -> None:
         """None: captured graphs launch a step's kernels at once."""
 

@@ -339,6 +339,14 @@ class Packing(Protocol):
         """
         ...
 
+    def require_integer_experts(self) -> None:
+        """Refuse experts of ``pack_integers``, before weights are loaded.
+
+        Raises:
+            UnsupportedError: this device has no such products.
+        """
+        ...
+
     def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
         """A layer that this backend runs in one call; None: it has none for these parts."""
         ...

@@ -5,6 +5,8 @@ of Q4_K, Q5_K and Q6_K have 256, whose groups of 32, or 16 in Q6_K, scale a scal
 products of the two are kept, in fp32. On a CPU codes take 4 bits in Q4_0, Q4_1 and Q4_K, else 8. So
 a weight takes 4.5, 5, 8.5, 6, 10 and 10 bits, where the file has 4.5, 5, 8.5, 4.5, 5.5 and 6.6. On
 a GPU all scales are fp32, and codes of Q5_K and Q6_K take 6 bits: 5, 6, 9, 6, 8 and 8.
+
+MXFP4 has 32 numbers of e2m1 and a power of two (``load.mxfp4``).
 """
 
 from __future__ import annotations
@@ -16,9 +18,12 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
+from sametoken.models.load.mxfp4 import require_scales
 from sametoken.models.load.sources import TensorSource, require_finite
 from sametoken.models.load.weights import Part, WeightReader
-from sametoken.ops.weight import IntegerMatrix, UnquantizedWeight
+from sametoken.ops.backend import Kernels
+from sametoken.ops.model.gemm.int4 import packed_int4
+from sametoken.ops.weight import Int4Matrix, IntegerMatrix, UnquantizedWeight, Weight
 
 #: Groups of a block with a scale of its own, and features of a group.
 _GROUPS, _WIDTH = 8, 32
@@ -26,7 +31,7 @@ _GROUPS, _WIDTH = 8, 32
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """``TableFormat`` of matrices in blocks of one type."""
+    """``TableFormat`` of matrices in blocks of integers, of one type."""
 
     type: GGMLQuantizationType
 
@@ -38,16 +43,33 @@ class BlockFormat:
         self, reader: WeightReader, in_features: int, parts: tuple[Part, ...]
     ) -> UnquantizedWeight:
         """See ``TableFormat``."""
-        elements, size = GGML_QUANT_SIZES[self.type]
-        block = f"a block of {elements} of {self.type.name}"
-        reader.require_whole_groups(in_features, parts, elements, block, "load_format 'gguf'")
-        row_bytes = in_features // elements * size
-        rows = [reader.stored(_weight_of(part), in_features, row_bytes) for part in parts]
-        matrix = _UNPACKED[self.type](torch.cat(rows).unflatten(1, (-1, size)))
+        matrix = _UNPACKED[self.type](_blocks(reader, self.type, in_features, parts))
         for values in (matrix.scale, matrix.minimum):
             if values is not None:
                 require_finite(values, _weight_of(parts[0]).name, reader.source)
         return reader.kernels.pack_integers(matrix, reader.dtype)
+
+    def expanded(self, reader: WeightReader, in_features: int, part: Part) -> Tensor:
+        """See ``LinearFormat``."""
+        return reader.filled((_weight_of(part),), (in_features,), torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Blocks:
+    """``LinearFormat`` of matrices in blocks of MXFP4."""
+
+    def covers(self, source: TensorSource, module: str) -> bool:
+        """See ``LinearFormat``."""
+        return f"{module}.weight" in source.names()
+
+    def read(self, reader: WeightReader, in_features: int, parts: tuple[Part, ...]) -> Weight:
+        """See ``LinearFormat``."""
+        blocks = _blocks(reader, GGMLQuantizationType.MXFP4, in_features, parts)
+        scales, codes = blocks.split((1, 16), dim=2)
+        require_scales(reader, _weight_of(parts[0]).name, scales)
+        values = packed_int4(_halves(codes).flatten(1), _WIDTH)
+        scale = scales.flatten(1).contiguous().view(torch.float8_e8m0fnu)
+        return reader.kernels.pack_int4(Int4Matrix(values, scale, None), reader.dtype)
 
     def expanded(self, reader: WeightReader, in_features: int, part: Part) -> Tensor:
         """See ``LinearFormat``."""
@@ -64,17 +86,44 @@ class Blocks:
 
     types: Mapping[str, GGMLQuantizationType]
 
-    def format_of(self, module: str, source: TensorSource) -> BlockFormat | None:
+    def require_products(self, kernels: Kernels) -> None:
+        """Refuse experts in blocks of integers if the backend has no products of theirs.
+
+        Raises:
+            UnsupportedError: there are some.
+        """
+        if any(".experts." in name and kind in _UNPACKED for name, kind in self.types.items()):
+            kernels.require_integer_experts()
+
+    def format_of(self, module: str, source: TensorSource) -> BlockFormat | Mxfp4Blocks | None:
+        """See ``Quantization``."""
+        if self.types.get(f"{module}.weight") == GGMLQuantizationType.MXFP4:
+            return Mxfp4Blocks()
+        return self.format_of_table(module, source)
+
+    def stack_of(self, stack: str, source: TensorSource) -> None:
+        """None: experts are read one by one."""
+
+    def format_of_table(self, module: str, source: TensorSource) -> BlockFormat | None:
         """See ``Quantization``."""
         found = self.types.get(f"{module}.weight")
         return BlockFormat(found) if found in _UNPACKED else None
 
-    def stack_of(self, stack: str, source: TensorSource) -> None:
-        """None: the architectures have no experts."""
 
-    def format_of_table(self, module: str, source: TensorSource) -> BlockFormat | None:
-        """See ``Quantization``."""
-        return self.format_of(module, source)
+def _blocks(
+    reader: WeightReader,
+    kind: GGMLQuantizationType,
+    in_features: int,
+    parts: tuple[Part, ...],
+) -> Tensor:
+    """This rank's rows or columns of the parts, [rows, blocks, bytes] uint8."""
+    elements, size = GGML_QUANT_SIZES[kind]
+    group = f"a block of {elements} of {kind.name}"
+    reader.require_whole_groups(in_features, parts, elements, group, "load_format 'gguf'")
+    row_bytes = in_features // elements * size
+    rows = [reader.stored(_weight_of(part), in_features, row_bytes) for part in parts]
+    blocks: Tensor = torch.cat(rows).unflatten(1, (-1, size))
+    return blocks
 
 
 def _weight_of(part: Part) -> Part:

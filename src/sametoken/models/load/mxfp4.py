@@ -52,18 +52,24 @@ class Mxfp4Stack:
             reader.filled((Part(name, count),), shape, torch.uint8)
             for name, shape in zip(names, shapes, strict=True)
         )
-        self._require_scales(reader, names[1], scales)
+        require_scales(reader, names[1], scales)
         columns = reader.share(part, (in_features,)).columns
         read = _expanded if len(columns) % GROUP else _kept
         return [read(reader, part, *one) for one in zip(blocks, scales, strict=True)]
 
-    def _require_scales(self, reader: WeightReader, name: str, scales: Tensor) -> None:
-        if not scales.is_meta and (found := int(scales.max())) > MAX_SCALE:
-            raise CheckpointError(
-                f"tensor {name} of {reader.source.location} holds the scale {found}, above "
-                f"{MAX_SCALE}, whose weights bf16 cannot hold",
-                "download or convert the checkpoint again",
-            )
+
+def require_scales(reader: WeightReader, name: str, scales: Tensor) -> None:
+    """Refuse bytes of scales that bf16 cannot hold.
+
+    Raises:
+        CheckpointError: one is above ``MAX_SCALE``.
+    """
+    if not scales.is_meta and (found := int(scales.max())) > MAX_SCALE:
+        raise CheckpointError(
+            f"tensor {name} of {reader.source.location} holds the scale {found}, above "
+            f"{MAX_SCALE}, whose weights bf16 cannot hold",
+            "download or convert the checkpoint again",
+        )
 
 
 def _kept(reader: WeightReader, part: Part, blocks: Tensor, scales: Tensor) -> Weight:

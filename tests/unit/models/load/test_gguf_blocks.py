@@ -13,8 +13,9 @@ from gguf.quants import dequantize
 
 from helpers import forward
 from helpers.forward import Bench, OneRun
+from helpers.gguf_families import write_family_gguf
 from helpers.gguf_files import write_gguf
-from sametoken.errors import CheckpointError, ConfigError
+from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.load.gguf_blocks import _UNPACKED
 from sametoken.models.load.gguf_file import read_gguf
@@ -33,6 +34,7 @@ TYPES = {"Q4_0": 4.5, "Q4_1": 5, "Q8_0": 8.5, "Q4_K": 6, "Q5_K": 10, "Q6_K": 10}
 DEVICE_TYPES = {"Q4_0": 5, "Q4_1": 6, "Q8_0": 9, "Q4_K": 6, "Q5_K": 8, "Q6_K": 8}
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 native = NativeKernels()
+TRITON = TritonKernels(GemmTable())
 
 
 def random_blocks(name: str, rows: int = 64, features: int = 512):
@@ -138,11 +140,51 @@ def test_a_model_in_its_bits_has_the_logits_of_the_reference_s_products(
     )
 
 
+#: Sizes that whole blocks divide.
+EXPERTS = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
+
+
+def write_experts(tmp_path, arch, name):
+    tensor_type = GGMLQuantizationType[name]
+    return write_family_gguf(tmp_path / "model", arch, tensor_type=tensor_type, **EXPERTS)[1]
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q8_0"])
+def test_experts_in_their_bits_have_the_logits_of_the_reference_s_products(tmp_path, name):
+    path = write_experts(tmp_path, "qwen3moe", name)
+    kept, plain = load(path, "gguf-packed"), load(path, "gguf")
+    assert kept.weights_bytes < 0.35 * plain.weights_bytes
+    wanted = Bench(load(path, "gguf-packed", ReferenceProducts())).logits(PROMPT, [3])
+    assert torch.equal(Bench(kept).logits(PROMPT, [3]), wanted)
+    models = (load(path, each, ReferenceKernels()) for each in ("gguf-packed", "gguf"))
+    assert torch.equal(*(Bench(model).logits(PROMPT, [3]) for model in models))
+
+
+def test_experts_in_mxfp4_have_the_logits_of_the_expanded_ones(tmp_path):
+    """Elements are exact, and activations are not rounded."""
+    path = write_experts(tmp_path, "gpt-oss", "MXFP4")
+    kept, plain = load(path, "gguf-packed"), load(path, "gguf")
+    assert kept.weights_bytes < 0.25 * plain.weights_bytes
+    assert torch.equal(*(Bench(model).logits(PROMPT, [3]) for model in (kept, plain)))
+    data = bytearray(path.read_bytes())
+    data[read_gguf(path).tensors["blk.1.ffn_up_exps.weight"].offset] = 253
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj\.weight .* the scale 253"):
+        load(path, "gguf-packed")
+
+
+def test_experts_in_blocks_of_integers_are_refused_on_a_gpu_before_weights_are_read(tmp_path):
+    path = write_experts(tmp_path, "qwen3moe", "Q4_1")
+    kernels = SimpleNamespace(require_integer_experts=TRITON.require_integer_experts)
+    with pytest.raises(UnsupportedError, match=r"experts in the bits .* no products on a GPU"):
+        load(path, "gguf-packed", kernels)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, under the interpreter")
 @pytest.mark.parametrize("name", ["Q4_1", "Q8_0"])
 def test_kernels_of_a_gpu_give_the_bits_of_the_expanded_model(tmp_path, name):
     path = write_gguf(tmp_path / "model.gguf", name)
-    kernels = TritonKernels(GemmTable())
+    kernels = TRITON
     kept, plain = (load(path, each, kernels) for each in ("gguf-packed", "gguf"))
     assert isinstance(kept.embedding, Int4DeviceWeight)
     found, wanted = (OneRun(model).logits(PROMPT, []) for model in (kept, plain))

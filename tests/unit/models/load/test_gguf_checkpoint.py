@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from helpers.examples import FIXED
 from helpers.forward import Bench, load
+from helpers.gguf_families import FAMILIES, write_family_gguf
 from helpers.gguf_files import SMALL, convert
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.load import sources
@@ -66,6 +67,16 @@ def test_same_model_as_the_original(tmp_path, config_class, arch, tied, bias):
 def test_biases_of_q_k_and_v_alone(tmp_path):
     model = make_model(Qwen2Config, head_dim=32)
     assert_same_logits(model, convert(model, tmp_path / "model.gguf", arch="qwen2"))
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_a_family_has_the_logits_of_the_checkpoint_that_it_is_made_of(tmp_path, arch):
+    """The positions are more than a window's, and than those that a rope is scaled from."""
+    directory, path = write_family_gguf(tmp_path / "model", arch)
+    prompt = PROMPT * 3
+    found, wanted = (Bench(load(each)).logits(prompt, [3]) for each in (path, directory))
+    assert torch.equal(found, wanted)
+    assert found.std() > 0.3
 
 
 def test_small_chunks_change_nothing(tmp_path, monkeypatch):
@@ -209,7 +220,8 @@ def test_a_directory_with_one_file_is_that_file(tmp_path):
     ("metadata", "message"),
     [
         (("llama.attention.sliding_window", "add_uint32", 16), "attention.sliding_window=16"),
-        (("llama.expert_count", "add_uint32", 8), "expert_count=8"),
+        (("llama.expert_group_count", "add_uint32", 8), "expert_group_count=8"),
+        (("llama.attention.causal", "add_bool", False), "attention.causal=False"),
         (("llama.rope.scaling.attn_factor", "add_float32", 2.0), "attn_factor=2.0"),
         (("llama.rope.dimension_count", "add_uint32", 16), "dimension_count=16 differs"),
         (("llama.attention.value_length", "add_uint32", 16), "value_length=16 differs"),
@@ -251,8 +263,90 @@ def test_divisors_together_with_scaling_are_refused(tmp_path):
 
 def test_unknown_architecture_lists_the_known(tmp_path):
     path = convert(make_model(LlamaConfig), tmp_path / "model.gguf", arch="mamba")
-    with pytest.raises(UnsupportedError, match=r"'mamba'\. known: llama, qwen2, qwen3"):
+    with pytest.raises(UnsupportedError, match=r"'mamba'\. known: llama, qwen2, qwen3, qwen3moe"):
         read_config(path)
+
+
+def changed(path, metadata=(), tensors=()):
+    """A copy of a GGUF file with other keys and tensors; a tensor that is None is left out."""
+    reader, tensors = gguf.GGUFReader(path), dict(tensors)
+    writer = GGUFWriter(path.with_name("changed.gguf"), "")
+    fields = {
+        key: (field.contents(), field.types[0], field.types[-1])
+        for key, field in reader.fields.items()
+        if not key.startswith("GGUF.")
+    }
+    writer.kv_data[0].clear()
+    for key, (value, *types) in (fields | dict(metadata)).items():
+        if value is not None:
+            writer.add_key_value(key, value, *types)
+    stored = {one.name: one.data for one in reader.tensors} | tensors
+    for name, data in stored.items():
+        if data is not None:
+            writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path.with_name("changed.gguf")
+
+
+UINT32, BOOL = ((kind, kind) for kind in (gguf.GGUFValueType.UINT32, gguf.GGUFValueType.BOOL))
+GATES = "blk.1.ffn_gate_exps.weight"
+
+
+@pytest.mark.parametrize(
+    ("arch", "metadata", "tensors", "error", "message"),
+    [
+        ("qwen3moe", {"expert_count": None}, {}, CheckpointError, "expert_count=None is not a pos"),
+        ("qwen3moe", {"expert_count": 7}, {}, CheckpointError, r"gate\.weight .* shape \[6, 32\]"),
+        ("qwen3moe", {"expert_gating_func": 2}, {}, UnsupportedError, "gating_func=2 is not supp"),
+        ("qwen3moe", {}, {GATES: None}, CheckpointError, r"lacks .*1\.mlp\.experts\.0\.gate_proj"),
+        ("qwen3moe", {}, {GATES: (5, 16, 32)}, CheckpointError, r"lacks .*experts\.5\.gate_proj"),
+        ("qwen3moe", {}, {GATES: (6, 8, 32)}, CheckpointError, r"gate_proj.* has shape \[8, 32\]"),
+        ("qwen3moe", {}, {GATES: (16,)}, CheckpointError, r"shape \[16\], which is no stack"),
+        ("qwen3moe", {}, {GATES: (4097, 1)}, CheckpointError, r"\[4097, 1\], which is no stack"),
+        ("gpt-oss", {"attention.sliding_window": None}, {}, CheckpointError, "window=None is not"),
+        ("gemma3", {"attention.sliding_window_pattern": 0}, {}, UnsupportedError, "pattern=0 is"),
+        ("phi3", {}, {"rope_factors_long.weight": None}, CheckpointError, "long.weight is missing"),
+        ("granite", {"rope.scaling.finetuned": False}, {}, UnsupportedError, "finetuned=False"),
+        ("glm4moe", {"nextn_predict_layers": 4}, {}, CheckpointError, "num_hidden_layers=0 is not"),
+    ],
+)
+def test_spoilt_files_of_families_are_refused_by_name(
+    tmp_path, arch, metadata, tensors, error, message
+):
+    _, path = write_family_gguf(tmp_path / "model", arch)
+    keys = {
+        f"{arch}.{key}": (value, *(BOOL if value is False else UINT32))
+        for key, value in metadata.items()
+    }
+    others = {
+        name: None if shape is None else np.ones(shape, np.float32)
+        for name, shape in tensors.items()
+    }
+    with pytest.raises(error, match=message):
+        load(changed(path, keys, others))
+
+
+def test_layers_of_a_nextn_module_are_not_the_target_s(tmp_path):
+    directory, path = write_family_gguf(tmp_path / "model", "glm4moe")
+    own = {"blk.3.nextn.eh_proj.weight": np.zeros((32, 64), np.float32)}
+    own["blk.3.ffn_gate_exps.weight"] = np.zeros((6, 16, 32), np.float32)
+    found, wanted = (load(each) for each in (changed(path, tensors=own), directory))
+    assert torch.equal(*(Bench(model).logits(PROMPT, []) for model in (found, wanted)))
+
+
+def test_a_gemma_without_windows_sees_all(tmp_path):
+    _, path = write_family_gguf(tmp_path / "model", "gemma3")
+    config = read_config(changed(path, {"gemma3.attention.sliding_window": (None, *UINT32)}))
+    assert set(config.extra["layer_types"]) == {"full_attention"}
+
+
+def test_a_turn_of_gemma_ends_by_its_token_s_name(tmp_path):
+    tokens = [str(i) for i in range(63)] + ["<end_of_turn>"]
+    _, path = write_family_gguf(tmp_path / "model", "gemma3", tokens=tokens)
+    assert read_config(path).eos_token_ids == (63,)
 
 
 def test_missing_key_and_tensor_are_named(tmp_path):

@@ -1,0 +1,255 @@
+"""GGUF files of any family, as llama.cpp's converter makes them of checkpoints of transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import gguf
+import torch
+from gguf import GGUFWriter
+from gguf.quants import quantize
+from safetensors.torch import load_file
+
+from helpers.families import write_family
+from helpers.gguf_files import F32, interleaved
+
+#: By architecture: the family of transformers, and changes of its config to what a file can say.
+FAMILIES = {
+    "llama": ("mixtral", {"sliding_window": None}),
+    "qwen3moe": ("qwen3_moe", {"mlp_only_layers": [], "norm_topk_prob": True}),
+    "qwen2moe": ("qwen2_moe", {"mlp_only_layers": [], "norm_topk_prob": False}),
+    "gemma3": (
+        "gemma3",
+        {
+            "num_hidden_layers": 6,
+            "sliding_window_pattern": 6,
+            "query_pre_attn_scalar": 16,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "gpt-oss": ("gpt_oss", {"swiglu_limit": 7.0}),
+    "phi3": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.75,
+                "original_max_position_embeddings": 16,
+                "short_factor": [1.0, 1.5, 1.25],
+                "long_factor": [1.75, 2.0, 3.0],
+            },
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "granite": ("granite", {"attention_bias": True}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1000.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                    "attention_factor": 1.25,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 4}),
+    "glm4moe": ("glm4_moe", {}),
+    "seed_oss": ("seed_oss", {}),
+    "hunyuan-dense": ("hunyuan_dense", {"tie_word_embeddings": True}),
+    "ernie4_5": ("ernie4_5", {}),
+    "ernie4_5-moe": ("ernie4_5_moe", {"moe_num_shared_experts": 1}),
+}
+_NAMES = {"olmo3": "olmo2"}
+_INTERLEAVED = ("llama", "granite", "smollm3")
+#: Tensors that the converter calls otherwise before it looks up their names.
+_RENAMED = (
+    (r"self_attn\.sinks$", "self_attn.sinks.weight"),
+    (r"_proj_bias$", "_proj.bias"),
+    (r"e_score_correction_bias$", "e_score_correction.bias"),
+    (r"(experts\.w\d|experts\.(?:gate|up|down)_proj)$", r"\1.weight"),
+)
+
+
+def write_family_gguf(
+    directory: Path, arch: str, tensor_type=F32, tokens=None, **changes
+) -> tuple[Path, Path]:
+    """A random model of an architecture's family as transformers saves it, and its GGUF file."""
+    family, own = FAMILIES[arch]
+    write_family(directory, family, **own | changes)
+    config = json.loads((directory / "config.json").read_text())
+    name = _NAMES.get(arch, arch)
+    path = directory.with_suffix(".gguf")
+    writer = GGUFWriter(path, name)
+    _add_settings(writer, name, config)
+    tokens = tokens or [str(i) for i in range(config["vocab_size"])]
+    writer.add_array("tokenizer.ggml.tokens", tokens)
+    for tensor, data in _tensors(name, config, load_file(directory / "model.safetensors")):
+        _add_tensor(writer, tensor, data, tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return directory, path
+
+
+def _add_tensor(writer, name, data, tensor_type):
+    is_matrix = data.ndim > 1 and name.endswith(".weight")
+    fits = data.shape[-1] % gguf.GGML_QUANT_SIZES[tensor_type][0] == 0
+    own = tensor_type if is_matrix and fits and "gate_inp" not in name else F32
+    writer.add_tensor(name, quantize(data.contiguous().numpy(), own), raw_dtype=own)
+
+
+def _add_settings(writer, arch, config):
+    ropes = config["rope_parameters"]
+    rope = ropes.get("full_attention", ropes)
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    modules = config.get("num_nextn_predict_layers") or 0
+    writer.add_block_count(config["num_hidden_layers"] + (modules if arch == "glm4moe" else 0))
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    _add_rope_scaling(writer, config, rope)
+    if config.get("head_dim") and arch not in ("granite", "phi3"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if local := ropes.get("sliding_attention"):
+        writer.add_rope_freq_base_swa(local["rope_theta"])
+    if arch in _INTERLEAVED or "partial_rotary_factor" in rope:
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    _add_optional(writer, arch, config)
+
+
+def _add_rope_scaling(writer, config, rope):
+    kind = rope["rope_type"]
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind in ("longrope", "yarn"):
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if kind == "yarn" and "beta_fast" in rope:
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    factor = rope.get("attention_factor")
+    if kind == "longrope":
+        original = rope["original_max_position_embeddings"]
+        times = config["max_position_embeddings"] / original
+        factor = math.sqrt(1 + math.log(times) / math.log(original))
+    if factor is not None:
+        writer.add_rope_scaling_attn_factors(factor)
+
+
+def _add_optional(writer, arch, config):
+    """Keys of config.json that are those of metadata, where there are any."""
+    sliding = "sliding_attention" in (config.get("layer_types") or ()) or arch == "phi3"
+    added = {
+        writer.add_expert_count: ("num_local_experts", "num_experts", "n_routed_experts"),
+        writer.add_expert_used_count: ("num_experts_per_tok", "moe_k"),
+        writer.add_expert_group_count: ("n_group",),
+        writer.add_expert_group_used_count: ("topk_group",),
+        writer.add_expert_weights_scale: ("routed_scaling_factor",),
+        writer.add_expert_shared_count: ("n_shared_experts", "moe_num_shared_experts"),
+        writer.add_leading_dense_block_count: ("first_k_dense_replace", "moe_layer_start_index"),
+        writer.add_interleave_moe_layer_step: ("moe_layer_interval",),
+        writer.add_expert_shared_feed_forward_length: ("shared_expert_intermediate_size",),
+        writer.add_final_logit_softcapping: ("final_logit_softcapping",),
+        writer.add_attention_scale: ("attention_multiplier",),
+        writer.add_embedding_scale: ("embedding_multiplier",),
+        writer.add_residual_scale: ("residual_multiplier",),
+        writer.add_logit_scale: ("logits_scaling",),
+        writer.add_nextn_predict_layers: ("num_nextn_predict_layers",),
+    }
+    for add, keys in added.items():
+        value = next((config[key] for key in keys if config.get(key) is not None), None)
+        if value is not None:
+            add(value)
+    if arch == "ernie4_5-moe":
+        writer.add_expert_count(config["moe_num_experts"])
+    if arch == "gpt-oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    elif config.get("moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if arch == "glm4moe":
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if sliding:
+        writer.add_sliding_window(config["sliding_window"] or 0)
+    if sliding and arch == "olmo2":
+        pattern = [kind == "sliding_attention" for kind in config["layer_types"]]
+        writer.add_sliding_window_pattern(pattern)
+
+
+def _tensors(arch, config, stored):
+    """Names in a GGUF file, and tensors, of those that a checkpoint stores."""
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    keys = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(keys[arch], config["num_hidden_layers"] + 1)
+    for name, data in _stacked(stored).items():
+        for part, values in _parts(arch, name, data):
+            new_name = names.get_name(_renamed(part), try_suffixes=(".weight", ".bias"))
+            yield new_name, _reordered(arch, part, values, heads).squeeze()
+    for kind in ("long", "short"):
+        if factors := config["rope_parameters"].get(f"{kind}_factor"):
+            yield f"rope_factors_{kind}.weight", torch.tensor(factors)
+
+
+def _stacked(stored):
+    """The tensors, with those of all experts in one."""
+    found, stacks = {}, {}
+    for name, data in stored.items():
+        if match := re.search(r"\.experts\.(\d+)\.", name):
+            stack = name.replace(match[0], ".experts.").removesuffix(".weight")
+            stacks.setdefault(stack, {})[int(match[1])] = data
+        else:
+            found[name] = data
+    for name, each in stacks.items():
+        found[name] = torch.stack([each[index] for index in range(len(each))])
+    return found
+
+
+def _renamed(name):
+    for pattern, new in _RENAMED:
+        name = re.sub(pattern, new, name)
+    return name
+
+
+def _reordered(arch, name, values, heads):
+    kind = name.split(".")[-2]
+    if arch in _INTERLEAVED and kind in heads:
+        return torch.from_numpy(interleaved(values.numpy(), heads[kind]))
+    return values + 1 if arch == "gemma3" and name.endswith("norm.weight") else values
+
+
+def _parts(arch, name, data):
+    """What the converter makes of a tensor: experts' gates and ups apart, outputs first."""
+    if name == "lm_head.weight" and arch == "hunyuan-dense":
+        return
+    if arch == "gpt-oss" and "experts" in name:
+        data = data.mT if data.ndim == 3 else data
+        if "gate_up_proj" in name:
+            yield name.replace("gate_up_proj", "gate_proj"), data[:, ::2]
+            yield name.replace("gate_up_proj", "up_proj"), data[:, 1::2]
+            return
+    elif "experts.gate_up_proj" in name:
+        gate, up = data.chunk(2, dim=1)
+        yield name.replace("gate_up_proj", "gate_proj"), gate
+        yield name.replace("gate_up_proj", "up_proj"), up
+        return
+    yield name, data

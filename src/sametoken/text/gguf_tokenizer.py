@@ -13,8 +13,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as pre
 
 from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.text.gguf_pieces import sentencepiece_tokenizer
 
-_CONTROL, _USER_DEFINED = 3, 4
+_PIECES = "llama"
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_STRIP_NOT = ("<unk>", "<s>", "<|endoftext|>")
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
@@ -27,28 +30,66 @@ _TEKKEN_WORDS = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+#: Of o200k: the same, with an ending after a word, and up to three digits.
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+#: Of Seed: a run of signs ends before a new line.
+_SEED_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+#: Of DeepSeek-V3, one after the other: numbers, ideographs and kana, words.
+_DEEPSEEK_PARTS = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
+    r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
 PreTokenizer: TypeAlias = Callable[[], Any]
 
 
 def build_gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """The byte-level BPE tokenizer that a GGUF header describes.
+    """The tokenizer that a GGUF header describes: byte-level BPE, or SentencePiece's.
 
     Raises:
-        CheckpointError: the vocabulary or the merges are missing.
+        CheckpointError: the vocabulary, the merges or the scores are missing.
         UnsupportedError: another kind of tokenizer, or an unknown pre-tokenizer.
     """
-    kind = metadata.get("tokenizer.ggml.model")
-    if kind != "gpt2":
+    kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    if kind not in ("gpt2", _PIECES):
         raise UnsupportedError(
             f"GGUF tokenizer model {kind!r} is not supported",
             "give a Hugging Face tokenizer directory as tokenizer",
         )
-    split = metadata.get("tokenizer.ggml.pre")
-    if split not in _PRE_TOKENIZERS:
+    if kind == "gpt2" and split not in _PRE_TOKENIZERS:
         raise UnsupportedError(
             f"GGUF pre-tokenizer {split!r} is not supported (known: {', '.join(_PRE_TOKENIZERS)})",
             "give a Hugging Face tokenizer directory as tokenizer",
         )
+    in_pieces = kind == _PIECES
+    tokenizer = (
+        sentencepiece_tokenizer(metadata) if in_pieces else _byte_level(metadata, str(split))
+    )
+    _add_special_tokens(tokenizer, metadata)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    bos_id = metadata.get("tokenizer.ggml.bos_token_id", 1 if in_pieces else None)
+    # Converters may leave the key out, and llama.cpp then begins these texts with the token.
+    begins = in_pieces or split in _WHOLE_WORDS
+    if metadata.get("tokenizer.ggml.add_bos_token", begins) and bos_id is not None:
+        bos = tokens[bos_id]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
+        )
+    return tokenizer
+
+
+def _byte_level(metadata: dict[str, Any], split: str) -> Tokenizer:
     tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
     if not tokens or merges is None:
         raise CheckpointError("the GGUF file holds no vocabulary or no merges", "convert it again")
@@ -60,31 +101,27 @@ def build_gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     if split == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    _add_special_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type", []))
-    bos_id = metadata.get("tokenizer.ggml.bos_token_id")
-    # Converters may leave the key out, and llama.cpp then begins these texts with the token.
-    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", split in _WHOLE_WORDS)
-    if adds_bos and bos_id is not None:
-        bos = tokens[bos_id]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
-        )
     return tokenizer
 
 
-def _add_special_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
+def _add_special_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
+    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", [])
+    of_phi = metadata.get("general.architecture") == "phi3" and tokenizer.pre_tokenizer is None
     for token, kind in zip(tokens, kinds, strict=False):
-        added = AddedToken(token, special=kind == _CONTROL, normalized=False)
-        if kind == _CONTROL:
+        is_special = kind in (_UNKNOWN, _CONTROL)
+        # Of Phi-3's special tokens most take the spaces behind them, which files do not say.
+        strips = of_phi and (is_special or kind == _USER_DEFINED) and token not in _STRIP_NOT
+        added = AddedToken(token, special=is_special, normalized=False, rstrip=strips)
+        if is_special:
             tokenizer.add_special_tokens([added])
         elif kind == _USER_DEFINED:
             tokenizer.add_tokens([added])
 
 
-def _by_pattern(pattern: str) -> PreTokenizer:
+def _by_pattern(*patterns: str) -> PreTokenizer:
     def build() -> Any:
-        words = pre.Split(Regex(pattern), "isolated")
-        return pre.Sequence([words, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+        words = [pre.Split(Regex(pattern), "isolated") for pattern in patterns]
+        return pre.Sequence([*words, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
 
     return build
 
@@ -98,15 +135,20 @@ def _digits_apart() -> Any:
 
 
 LLAMA_3, TEKKEN = "llama-bpe", "tekken"
-_LLAMA_3 = (LLAMA_3, "llama3", "llama-v3")
+_LLAMA_3 = (LLAMA_3, "llama3", "llama-v3", "pixtral", "falcon3")
+#: Words as Llama 3's, all merged from parts: Phi-4's, OLMo's, GLM's.
+_CL100K = ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe")
 #: Vocabularies whose whole words are not merged from parts.
 _WHOLE_WORDS = (*_LLAMA_3, TEKKEN)
 _PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "gpt-2": _gpt2,
-    "smollm": _digits_apart,
+    **dict.fromkeys(("smollm", "refact", "starcoder"), _digits_apart),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _by_pattern(_WORDS % r"\p{N}")),
-    **dict.fromkeys(_LLAMA_3, _by_pattern(_WORDS % r"\p{N}{1,3}")),
+    **dict.fromkeys((*_LLAMA_3, *_CL100K), _by_pattern(_WORDS % r"\p{N}{1,3}")),
     TEKKEN: _by_pattern(_TEKKEN_WORDS),
+    "gpt-4o": _by_pattern(_O200K_WORDS),
+    "seed-coder": _by_pattern(_SEED_WORDS),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _by_pattern(*_DEEPSEEK_PARTS)),
 }
 
 

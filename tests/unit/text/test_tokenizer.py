@@ -6,15 +6,19 @@ import json
 import re
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import gguf
 import jinja2
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, processors
 from transformers import PreTrainedTokenizerFast, tokenization_utils_tokenizers
 
 from helpers.chat_model import byte_tokenizer
+from helpers.examples import FIXED
 from helpers.hub import cache_snapshot
 from sametoken.config import EngineConfig
 from sametoken.errors import (
@@ -112,11 +116,30 @@ def test_smollm_splits_digits_before_words(backend):
         ("deepseek-r1-qwen", ["aB", "Ġb", "Ġ", "1", "2", "3", "4"]),
         ("llama-bpe", ["aB", "Ġb", "Ġ", "123", "4"]),
         ("tekken", ["a", "B", "Ġb", "Ġ", "1", "2", "3", "4"]),
+        ("dbrx", ["aB", "Ġb", "Ġ", "123", "4"]),
+        ("refact", ["aB", "Ġb", "Ġ", "1", "2", "3", "4"]),
+        ("gpt-4o", ["a", "B", "Ġb", "Ġ", "123", "4"]),
+        ("seed-coder", ["aB", "Ġb", "Ġ", "1", "2", "3", "4"]),
+        ("deepseek-v3", ["aB", "Ġb", "Ġ", "123", "4"]),
     ],
 )
 def test_known_word_splits(backend, name, pieces):
     built = build_gguf_tokenizer(gguf_metadata(backend, **{"tokenizer.ggml.pre": name}))
     assert [piece for piece, _ in built.pre_tokenizer.pre_tokenize_str("aB b 1234")] == pieces
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "pieces"),
+    [
+        ("gpt-4o", "it's /\n/", ["it's", "Ġ/Ċ/"]),
+        ("llama-bpe", "it's /\n/", ["it", "'s", "Ġ/Ċ", "/"]),
+        ("seed-coder", "it's /\n/", ["it", "'s", "Ġ/", "Ċ", "/"]),
+        ("deepseek-v3", "a.b 日本", ["a", ".b", "Ġ", "æĹ¥æľ¬"]),
+    ],
+)
+def test_signs_and_ideographs_are_split_as_the_vocabulary_was_trained(backend, name, text, pieces):
+    built = build_gguf_tokenizer(gguf_metadata(backend, **{"tokenizer.ggml.pre": name}))
+    assert [piece for piece, _ in built.pre_tokenizer.pre_tokenize_str(text)] == pieces
 
 
 @pytest.mark.parametrize(
@@ -180,15 +203,110 @@ def test_texts_of_some_begin_with_a_token_unless_a_file_says_otherwise(backend, 
     assert (built.encode("the").ids[0] == 1) == begins
 
 
-@pytest.mark.parametrize("change", [{"tokenizer.ggml.model": "llama"}, {"tokenizer.ggml.pre": "x"}])
+@pytest.mark.parametrize("change", [{"tokenizer.ggml.model": "bert"}, {"tokenizer.ggml.pre": "x"}])
 def test_other_gguf_tokenizers_are_refused_by_name(backend, change):
-    with pytest.raises(UnsupportedError, match=r"'(llama|x)'"):
+    with pytest.raises(UnsupportedError, match=r"'(bert|x)'"):
         build_gguf_tokenizer(gguf_metadata(backend, **change))
 
 
-def test_a_gguf_file_without_vocabulary_is_refused(backend):
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_gguf_file_without_vocabulary_is_refused(backend, kind):
+    change = {"tokenizer.ggml.model": kind, "tokenizer.ggml.tokens": []}
     with pytest.raises(CheckpointError, match="no vocabulary"):
-        build_gguf_tokenizer(gguf_metadata(backend, **{"tokenizer.ggml.tokens": []}))
+        build_gguf_tokenizer(gguf_metadata(backend, **change))
+
+
+#: Of SentencePiece: what is unknown, a beginning, ends, a mark, bytes, and pieces with scores.
+SPECIAL = {"<unk>": 2, "<s>": 3, "</s>": 3, "<|end|>": 3, "  ": 4}
+BYTES = [f"<0x{value:02X}>" for value in range(256)]
+LETTERS = ["▁", "a", "b", "c"]
+
+
+def pieces_metadata(pieces=(), **changes) -> dict:
+    tokens = [*SPECIAL, *BYTES, *LETTERS, *pieces]
+    plain = len(LETTERS) + len(pieces)
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [*SPECIAL.values(), *[6] * 256, *[1] * plain],
+        "tokenizer.ggml.scores": [0.0] * (len(tokens) - plain) + [-float(i) for i in range(plain)],
+        "tokenizer.ggml.add_bos_token": False,
+        **changes,
+    }
+
+
+def in_pieces(text, scores):
+    """SentencePiece's rule, as it is written: the best pair of neighbours, while there is one."""
+    found = list(text)
+    while True:
+        pairs = [left + right for left, right in pairwise(found)]
+        known = [(scores[one], -place) for place, one in enumerate(pairs) if one in scores]
+        if not known:
+            return found
+        place = -max(known)[1]
+        found[place : place + 2] = [pairs[place]]
+
+
+@settings(FIXED, max_examples=100)
+@given(data=st.data())
+def test_pieces_of_a_score_are_made_as_sentencepiece_makes_them(data):
+    letters = st.text("▁abc", min_size=2, max_size=4)
+    pieces = data.draw(st.lists(letters, unique=True, max_size=12))
+    metadata = pieces_metadata(pieces)
+    tokens, scores = (metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "scores"))
+    built = build_gguf_tokenizer(metadata)
+    text = data.draw(st.text("abc", max_size=10))
+    wanted = in_pieces("▁" + text, dict(zip(tokens, scores, strict=True))) if text else []
+    assert built.encode(text).tokens == wanted
+    assert built.decode(built.encode(text).ids) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "tokens"),
+    [
+        ("a b", {}, ["▁", "a", "▁", "b"]),
+        ("a b", {"add_space_prefix": False}, ["a", "▁", "b"]),
+        ("a", {"add_bos_token": True, "bos_token_id": 2}, ["</s>", "▁", "a"]),
+        ("a<|end|>b", {}, ["▁", "a", "<|end|>", "▁", "b"]),
+        ("a  b", {"add_space_prefix": False}, ["a", "  ", "b"]),
+        ("é\n", {"add_space_prefix": False}, ["<0xC3>", "<0xA9>", "<0x0A>"]),
+    ],
+)
+def test_texts_of_a_sentencepiece_vocabulary(text, changes, tokens):
+    changes = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+    built = build_gguf_tokenizer(pieces_metadata(**changes))
+    encoded = built.encode(text)
+    assert encoded.tokens == tokens
+    if "</s>" not in tokens and tokens.count("▁") < 2:
+        assert built.decode(encoded.ids, skip_special_tokens=False) == text
+
+
+def test_texts_of_a_sentencepiece_vocabulary_begin_with_a_token_unless_told_otherwise():
+    metadata = pieces_metadata()
+    del metadata["tokenizer.ggml.add_bos_token"]
+    assert build_gguf_tokenizer(metadata).encode("a").tokens == ["<s>", "▁", "a"]
+
+
+@pytest.mark.parametrize(("architecture", "strips"), [("phi3", True), ("llama", False)])
+def test_marks_of_phi_3_take_the_spaces_behind_them(architecture, strips):
+    metadata = pieces_metadata(**{"general.architecture": architecture})
+    built = build_gguf_tokenizer(metadata)
+    own = ["<|end|>", "▁", "a"] if strips else ["<|end|>", "▁", "<0x0A>", "a"]
+    ids = built.encode("<|end|>\na<s>\n").ids
+    assert list(map(built.id_to_token, ids)) == [*own, "<s>", "▁", "<0x0A>"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer.ggml.scores": [0.0]}, "not one score for each"),
+        ({"tokenizer.ggml.scores": None}, "not one score for each"),
+        ({"pieces": ("a" * 257,)}, "257 characters"),
+    ],
+)
+def test_spoilt_sentencepiece_vocabularies_are_refused(change, message):
+    with pytest.raises(CheckpointError, match=message):
+        build_gguf_tokenizer(pieces_metadata(**change))
 
 
 def test_a_directory_loads_as_it_was_saved(tokenizer, tmp_path):

@@ -1,0 +1,70 @@
+"""A SentencePiece vocabulary of a GGUF file: pieces, and a score for each.
+
+The two neighbours become one whose piece has the highest score, the first of equals, until none is
+left; what is no piece becomes bytes. Merges by rank say the same: a pair has the rank of its piece.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, normalizers
+
+from sametoken.errors import CheckpointError
+
+#: A space within a piece.
+SPACE = "▁"
+#: Characters of a piece: several times those of any known vocabulary, as each gives a pair.
+_LONGEST = 256
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+def sentencepiece_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
+    """The tokenizer of such a vocabulary, without its special tokens.
+
+    Raises:
+        CheckpointError: a piece has no score, or is too long.
+    """
+    tokens, scores = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or not tokens or len(scores) != len(tokens):
+        raise CheckpointError(
+            "the GGUF file holds no vocabulary, or not one score for each of its tokens",
+            "convert it again",
+        )
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    made = (
+        (token, score)
+        for token, score, kind in zip(tokens, scores, kinds, strict=False)
+        if kind not in (_CONTROL, _USER_DEFINED)
+    )
+    pairs = _pairs(sorted(made, key=lambda one: -one[1]), vocabulary)
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    model = models.BPE(
+        vocabulary, pairs, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True
+    )
+    tokenizer = Tokenizer(model)
+    begins = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    replaced = normalizers.Replace(" ", SPACE)
+    prepended = [normalizers.Prepend(SPACE)] if begins else []
+    tokenizer.normalizer = normalizers.Sequence([*prepended, replaced])
+    stripped = [decoders.Strip(" ", 1, 0)] if begins else []
+    whole = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*whole, *stripped])
+    return tokenizer
+
+
+def _pairs(pieces: list[tuple[str, float]], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """All pairs of pieces that are one, in the order in which they become it."""
+    pairs = []
+    for piece, _ in pieces:
+        if len(piece) > _LONGEST:
+            raise CheckpointError(
+                f"a token of the GGUF file has {len(piece)} characters, more than {_LONGEST}",
+                "download the file again",
+            )
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in vocabulary and right in vocabulary:
+                pairs.append((left, right))
+    return pairs

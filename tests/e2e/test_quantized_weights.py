@@ -7,11 +7,13 @@ import re
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 
 from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint
 from helpers.compressed import written
 from helpers.families import write_family
+from helpers.gguf_families import write_family_gguf
 from helpers.gguf_files import write_gguf
 from helpers.harness import requests_of, run
 from helpers.hybrids import EXPERTS, hybrid_config, hybrid_tensors
@@ -173,6 +175,13 @@ def test_nor_of_a_target_in_four_bits(tmp_path):
 def test_nor_of_a_gguf_file_in_its_bits(tmp_path):
     path = write_gguf(tmp_path / "model.gguf")
     require_same(path, NGRAM, "bfloat16", load_format="gguf-packed")
+
+
+def test_nor_of_a_gguf_file_s_experts_in_their_bits(tmp_path):
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
+    tensor_type = GGMLQuantizationType.Q4_1
+    _, path = write_family_gguf(tmp_path / "model", "qwen3moe", tensor_type=tensor_type, **sizes)
+    assert require_same(path, NGRAM, "bfloat16", load_format="gguf-packed") > 0
 
 
 @pytest.mark.parametrize("method", ["gguf", "gptq"])

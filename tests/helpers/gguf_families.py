@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from helpers.families import write_family
 from helpers.gguf_files import F32, interleaved
+from helpers.latents import LATENTS, YARN, write_latent
 
 #: By architecture: the family of transformers, and changes of its config to what a file can say.
 FAMILIES = {
@@ -66,14 +67,32 @@ FAMILIES = {
         },
     ),
     "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 4}),
+    "mistral3": (
+        "ministral3",
+        {
+            "sliding_window": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "minimax-m2": ("minimax_m2", {}),
+    "deepseek2": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0}}),
+    "deepseek2-lite": ("deepseek_v2", {}),
     "glm4moe": ("glm4_moe", {}),
     "seed_oss": ("seed_oss", {}),
     "hunyuan-dense": ("hunyuan_dense", {"tie_word_embeddings": True}),
     "ernie4_5": ("ernie4_5", {}),
     "ernie4_5-moe": ("ernie4_5_moe", {"moe_num_shared_experts": 1}),
 }
-_NAMES = {"olmo3": "olmo2"}
-_INTERLEAVED = ("llama", "granite", "smollm3")
+_NAMES = {"olmo3": "olmo2", "deepseek2-lite": "deepseek2"}
+_INTERLEAVED = ("llama", "granite", "smollm3", "mistral3")
 #: Tensors that the converter calls otherwise before it looks up their names.
 _RENAMED = (
     (r"self_attn\.sinks$", "self_attn.sinks.weight"),
@@ -88,7 +107,8 @@ def write_family_gguf(
 ) -> tuple[Path, Path]:
     """A random model of an architecture's family as transformers saves it, and its GGUF file."""
     family, own = FAMILIES[arch]
-    write_family(directory, family, **own | changes)
+    write = write_latent if family in LATENTS else write_family
+    write(directory, family, **own | changes)
     config = json.loads((directory / "config.json").read_text())
     name = _NAMES.get(arch, arch)
     path = directory.with_suffix(".gguf")
@@ -123,18 +143,40 @@ def _add_settings(writer, arch, config):
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_head_count_kv(1 if arch == "deepseek2" else config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope["rope_theta"])
     _add_rope_scaling(writer, config, rope)
-    if config.get("head_dim") and arch not in ("granite", "phi3"):
+    if arch == "deepseek2":
+        _add_latent_sizes(writer, config, rope)
+    elif config.get("head_dim") and arch not in ("granite", "phi3"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if local := ropes.get("sliding_attention"):
         writer.add_rope_freq_base_swa(local["rope_theta"])
     if arch in _INTERLEAVED or "partial_rotary_factor" in rope:
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if arch == "mistral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     _add_optional(writer, arch, config)
+
+
+def _add_latent_sizes(writer, config, rope):
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    writer.add_kv_lora_rank(rank)
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_key_length(rank + rotated)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotated)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(rotated)
+    if config["model_type"] == "deepseek_v3":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if "mscale_all_dim" in rope:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
 
 def _add_rope_scaling(writer, config, rope):
@@ -174,7 +216,6 @@ def _add_optional(writer, arch, config):
         writer.add_embedding_scale: ("embedding_multiplier",),
         writer.add_residual_scale: ("residual_multiplier",),
         writer.add_logit_scale: ("logits_scaling",),
-        writer.add_nextn_predict_layers: ("num_nextn_predict_layers",),
     }
     for add, keys in added.items():
         value = next((config[key] for key in keys if config.get(key) is not None), None)
@@ -182,11 +223,14 @@ def _add_optional(writer, arch, config):
             add(value)
     if arch == "ernie4_5-moe":
         writer.add_expert_count(config["moe_num_experts"])
-    if arch == "gpt-oss":
+    if arch == "minimax-m2":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if arch in ("gpt-oss", "minimax-m2"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     elif config.get("moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if arch == "glm4moe":
+        writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if sliding:
@@ -202,7 +246,7 @@ def _tensors(arch, config, stored):
     keys = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(keys[arch], config["num_hidden_layers"] + 1)
     for name, data in _stacked(stored).items():
-        for part, values in _parts(arch, name, data):
+        for part, values in _parts(arch, name, data, config):
             new_name = names.get_name(_renamed(part), try_suffixes=(".weight", ".bias"))
             yield new_name, _reordered(arch, part, values, heads).squeeze()
     for kind in ("long", "short"):
@@ -237,8 +281,14 @@ def _reordered(arch, name, values, heads):
     return values + 1 if arch == "gemma3" and name.endswith("norm.weight") else values
 
 
-def _parts(arch, name, data):
+def _parts(arch, name, data, config):
     """What the converter makes of a tensor: experts' gates and ups apart, outputs first."""
+    if "kv_b_proj" in name:
+        heads = data.unflatten(0, (config["num_attention_heads"], -1))
+        keys, values = heads.split((config["qk_nope_head_dim"], config["v_head_dim"]), dim=1)
+        yield name.replace("kv_b", "k_b"), keys.mT
+        yield name.replace("kv_b", "v_b"), values
+        return
     if name == "lm_head.weight" and arch == "hunyuan-dense":
         return
     if arch == "gpt-oss" and "experts" in name:

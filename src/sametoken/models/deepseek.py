@@ -171,7 +171,7 @@ def load_attention(
         first = Part(f"{prefix}.q_a_proj", sizes.q_rank)
         queries = _low_rank_queries(weights, prefix, sizes.q_rank, q_rows)
     norm = weights.vector(f"{prefix}.kv_a_layernorm.weight", sizes.kv_rank)
-    up_k, up_v = _per_head(weights, f"{prefix}.kv_b_proj", sizes)
+    up_k, up_v = _per_head(weights, prefix, sizes)
     return LatentAttention(
         kernels=weights.kernels,
         shape=shape,
@@ -198,15 +198,21 @@ def _low_rank_queries(weights: WeightReader, prefix: str, rank: int, rows: int) 
     return LowRankQueries(RMSNorm(weights.kernels, weight, _INNER_EPS), heads)
 
 
-def _per_head(weights: WeightReader, name: str, sizes: LatentSizes) -> tuple[Tensor, Tensor]:
+def _per_head(weights: WeightReader, prefix: str, sizes: LatentSizes) -> tuple[Tensor, Tensor]:
     """This rank's heads of ``kv_b_proj``: [heads, nope_dim, rank] and [heads, v_dim, rank].
 
-    They are products per head, in the model's dtype whatever the format of the checkpoint.
+    They are products per head, in the model's dtype whatever the format of the checkpoint. GGUF
+    files have the two apart, keys as [heads, rank, nope_dim].
     """
-    rows = sizes.num_heads * (sizes.nope_dim + sizes.v_dim)
-    whole = weights.expanded(sizes.kv_rank, Part(name, rows, split=Split.ROWS))
+    rank, nope, v = sizes.kv_rank, sizes.nope_dim, sizes.v_dim
+    names = f"{prefix}.k_b_proj.weight", f"{prefix}.v_b_proj.weight"
+    if names[0] in weights:
+        keys, values = (Part(name, sizes.num_heads, split=Split.ROWS) for name in names)
+        return weights.tensor(keys, (rank, nope)).mT, weights.tensor(values, (v, rank))
+    rows = Part(f"{prefix}.kv_b_proj", sizes.num_heads * (nope + v), split=Split.ROWS)
+    whole = weights.expanded(rank, rows)
     heads = whole.unflatten(0, (sizes.num_heads // weights.parallel.size, -1))
-    up_k, up_v = heads.split((sizes.nope_dim, sizes.v_dim), dim=1)
+    up_k, up_v = heads.split((nope, v), dim=1)
     return up_k, up_v
 
 

@@ -146,7 +146,7 @@ _PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _by_pattern(_WORDS % r"\p{N}")),
     **dict.fromkeys((*_LLAMA_3, *_CL100K), _by_pattern(_WORDS % r"\p{N}{1,3}")),
     TEKKEN: _by_pattern(_TEKKEN_WORDS),
-    "gpt-4o": _by_pattern(_O200K_WORDS),
+    **dict.fromkeys(("gpt-4o", "minimax-m2"), _by_pattern(_O200K_WORDS)),
     "seed-coder": _by_pattern(_SEED_WORDS),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _by_pattern(*_DEEPSEEK_PARTS)),
 }

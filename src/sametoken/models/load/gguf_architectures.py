@@ -1,4 +1,4 @@
-"""GGUF's architectures as Hugging Face's: names of tensors, keys of settings, order of rows.
+"""GGUF's architectures as Hugging Face's classes.
 
 What llama.cpp's converter writes (``conversion/`` there) and what its loaders imply (``src/models``
 there). Keys are given without the architecture's prefix.
@@ -6,137 +6,21 @@ there). Keys are given without the architecture's prefix.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
 from reprlib import repr as short
 from typing import Any
 
 from sametoken.errors import UnsupportedError
 from sametoken.models.layer_types import FULL, SLIDING, full_every
+from sametoken.models.load.gguf_architecture import EACH, Architecture
 from sametoken.models.load.settings import ANOTHER, COMPARE, MAX_LAYERS, Settings, require_values
 
 WINDOW = "attention.sliding_window"
 _PATTERN = "attention.sliding_window_pattern"
 #: Factors on cos and sin of a scaled rope, by the converters of the time.
 ATTENTION_FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
-#: Stands for an expert's number where a tensor of the file holds those of all.
-EACH = "*"
+_QUERY_GROWTH, _LOG_MULTIPLIER = "attention.temperature_scale", "rope.scaling.yarn_log_multiplier"
 _SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3
-
-_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>[\w.]+)\.(?P<ending>weight|bias)")
-_NAMES: Mapping[str, str] = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "post_ffw_norm": "post_feedforward_layernorm",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": f"mlp.experts.{EACH}.gate_proj",
-    "ffn_up_exps": f"mlp.experts.{EACH}.up_proj",
-    "ffn_down_exps": f"mlp.experts.{EACH}.down_proj",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
-}
-#: Ends of texts, turns and messages, of which old files give the id of one. llama.cpp stops at all
-#: that a vocabulary has.
-_ENDS = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
-
-
-def _nothing(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
-    return {}
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """A GGUF architecture as a Hugging Face class.
-
-    Attributes:
-        name: the class.
-        names: modules, or tensors with their endings, by the file's names; beside those of all.
-        interleaved: whether llama.cpp rotates element 2j of q and k with 2j + 1, for which its
-            converter reorders rows; our kernels rotate j with j + head_dim / 2.
-        added_to_norms: what the converter adds to the weights of norms.
-        of_one_row: ends of names of matrices of one row, which the converter makes vectors.
-        sizes: counts without which there is no model, by their keys in config.json.
-        keys: other settings, by their keys in config.json; an absent one keeps the class's default.
-        values: settings of all files of the architecture.
-        derived: settings that follow from several keys, or from the names of tensors.
-        reads: the keys that ``derived`` reads.
-        only: keys with the values that mean nothing else.
-        rope: settings of a scaled rope that files leave out.
-        ends: tokens at which a text, a turn or a message ends, beside those of all.
-        forms: the architecture of files that set a key.
-    """
-
-    name: str
-    names: Mapping[str, str] = field(default_factory=dict)
-    interleaved: bool = False
-    added_to_norms: float = 0.0
-    of_one_row: tuple[str, ...] = ()
-    sizes: Mapping[str, str] = field(default_factory=dict)
-    keys: Mapping[str, str] = field(default_factory=dict)
-    values: Mapping[str, Any] = field(default_factory=dict)
-    derived: Callable[[Settings, Collection[str]], dict[str, Any]] = _nothing
-    reads: tuple[str, ...] = ()
-    only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    rope: Mapping[str, Any] = field(default_factory=dict)
-    ends: tuple[str, ...] = ()
-    forms: Mapping[str, Architecture] = field(default_factory=dict)
-
-    @property
-    def known(self) -> tuple[str, ...]:
-        """The keys that it reads, beside those of all architectures."""
-        return (*self.sizes.values(), *self.keys.values(), *self.reads, *self.only)
-
-    @property
-    def all_ends(self) -> tuple[str, ...]:
-        """The tokens at which a text, a turn or a message ends."""
-        return (*_ENDS, *self.ends)
-
-    def of(self, settings: Settings) -> Architecture:
-        """The form of a file's settings."""
-        found = (form for key, form in self.forms.items() if settings.get(key))
-        return next(found, self)
-
-    def config(self, settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
-        """What config.json has beside the keys of all architectures.
-
-        Args:
-            settings: the file's.
-            tensors: names in the file.
-
-        Raises:
-            CheckpointError: a key is missing or impossible.
-            UnsupportedError: a value is not implemented.
-        """
-        sizes = {key: settings.integer(own) for key, own in self.sizes.items()}
-        given = {key: settings.get(own) for key, own in self.keys.items()}
-        given = {key: value for key, value in given.items() if value is not None}
-        return {**self.values, **sizes, **given, **self.derived(settings, tensors)}
-
-    def hugging_face_name(self, name: str) -> str:
-        """A tensor's name in checkpoints of transformers; one that has none keeps its own."""
-        match = _NAME.fullmatch(name)
-        if match is None:
-            return name
-        names, (stem, ending) = {**_NAMES, **self.names}, match.group("stem", "ending")
-        layer = f"model.layers.{match['layer']}." if match["layer"] else ""
-        if whole := names.get(f"{stem}.{ending}"):
-            return layer + whole
-        return f"{layer}{names[stem]}.{ending}" if stem in names else name
 
 
 def _windows(settings: Settings, every: int) -> dict[str, Any]:
@@ -174,6 +58,11 @@ def _gpt_oss(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
     return _windows(settings, 2)
 
 
+def _open_yarn(settings: Settings) -> dict[str, Any]:
+    """The borders of gpt-oss's ramp are not rounded."""
+    return {"truncate": False}
+
+
 def _olmo3(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
     return _windows(settings, 4)
 
@@ -183,20 +72,66 @@ def _phi3(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
     return {"sliding_window": settings.get(WINDOW) or None}
 
 
+def _mistral3(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+    """Ministral 3 where queries grow with their position, else Mistral Small 3."""
+    name = "Ministral3ForCausalLM" if settings.get(_QUERY_GROWTH) else "MistralForCausalLM"
+    return {"architectures": [name], "sliding_window": None}
+
+
+def _ministral_yarn(settings: Settings) -> dict[str, Any]:
+    mscale = settings.get(_LOG_MULTIPLIER)
+    growth = {"llama_4_scaling_beta": settings.get(_QUERY_GROWTH)}
+    return growth | ({"mscale": mscale, "mscale_all_dim": mscale} if mscale else {})
+
+
+def _deepseek2(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+    """V3 behind a sigmoid router, else V2.
+
+    Sizes of a head are those of the model, or in newer files, where ``key_length`` is that of a
+    latent, have keys of their own. Files without groups run without them.
+    """
+    is_new = settings.get("attention.key_length_mla")
+    ending = "_mla" if is_new else ""
+    key, value = (settings.integer(f"attention.{one}_length{ending}") for one in ("key", "value"))
+    rope, groups = settings.integer("rope.dimension_count"), settings.get("expert_group_count", 1)
+    is_v3 = settings.get("expert_gating_func") == _SIGMOID
+    return {
+        "architectures": [f"Deepseek{'V3' if is_v3 else 'V2'}ForCausalLM"],
+        "num_key_value_heads": settings.integer("attention.head_count"),
+        "q_lora_rank": settings.get("attention.q_lora_rank"),
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": key - rope,
+        "v_head_dim": value,
+        "n_group": groups,
+        "topk_group": settings.get("expert_group_used_count", groups),
+        "topk_method": "greedy" if groups == 1 else "group_limited_greedy",
+        "norm_topk_prob": settings.switch("expert_weights_norm"),
+        "routed_scaling_factor": settings.get("expert_weights_scale", 1.0),
+        **_layers(settings),
+    }
+
+
+def _deepseek_yarn(settings: Settings) -> dict[str, Any]:
+    """The multiplier is a tenth of ``mscale_all_dim``, which llama.cpp takes ``mscale`` to be."""
+    tenth = settings.get(_LOG_MULTIPLIER)
+    mscale = round(10 * settings.number(_LOG_MULTIPLIER), 6) if tenth else None
+    return {"mscale": mscale, "mscale_all_dim": mscale} if mscale else {}
+
+
 def _seed_oss(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
     return {"attention_out_bias": "blk.0.attn_output.bias" in tensors}
 
 
-def _glm4_moe(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+def _layers(settings: Settings) -> dict[str, Any]:
     """``block_count`` counts the layers of a NextN module too."""
     key = "nextn_predict_layers"
     num_modules = settings.integer(key) if settings.get(key) else 0
     num_layers = settings.integer("block_count", most=MAX_LAYERS) - num_modules
-    return {
-        "num_hidden_layers": num_layers,
-        "num_nextn_predict_layers": num_modules,
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
-    }
+    return {"num_hidden_layers": num_layers, "num_nextn_predict_layers": num_modules}
+
+
+def _glm4_moe(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+    return {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors, **_layers(settings)}
 
 
 _ROUTED: Mapping[str, str] = {
@@ -216,19 +151,35 @@ _OLMO3 = Architecture(
     # Without a name of their own in config.json, windows rotate by it.
     keys={"rope_theta": "rope.freq_base_swa"},
 )
+_NAMES_OF_NEXTN: Mapping[str, str] = {
+    "nextn.eh_proj": "eh_proj",
+    "nextn.embed_tokens": "embed_tokens",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.shared_head_norm": "shared_head.norm",
+}
+_NAMES_OF_MIXTRAL: Mapping[str, str] = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": f"block_sparse_moe.experts.{EACH}.w1",
+    "ffn_up_exps": f"block_sparse_moe.experts.{EACH}.w3",
+    "ffn_down_exps": f"block_sparse_moe.experts.{EACH}.w2",
+}
 _MIXTRAL = Architecture(
     "MixtralForCausalLM",
-    names={
-        "ffn_gate_inp": "block_sparse_moe.gate",
-        "ffn_gate_exps": f"block_sparse_moe.experts.{EACH}.w1",
-        "ffn_up_exps": f"block_sparse_moe.experts.{EACH}.w3",
-        "ffn_down_exps": f"block_sparse_moe.experts.{EACH}.w2",
-    },
+    names=_NAMES_OF_MIXTRAL,
     interleaved=True,
     sizes={"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
 )
 _ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", interleaved=True, forms={"expert_count": _MIXTRAL}),
+    "mistral3": Architecture(
+        "Ministral3ForCausalLM",
+        interleaved=True,
+        derived=_mistral3,
+        reads=(_QUERY_GROWTH, _LOG_MULTIPLIER),
+        scaled_rope=_ministral_yarn,
+    ),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen3moe": Architecture(
@@ -272,7 +223,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
         derived=_gpt_oss,
         reads=(_PATTERN,),
         only={"expert_gating_func": (_SOFTMAX, _SOFTMAX_OF_CHOSEN)},
-        rope={"truncate": False},
+        scaled_rope=_open_yarn,
         ends=("<|return|>", "<|call|>", "<|endoftext|>"),
     ),
     "phi3": Architecture(
@@ -298,15 +249,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     "smollm3": Architecture("SmolLM3ForCausalLM", interleaved=True),
     "glm4moe": Architecture(
         "Glm4MoeForCausalLM",
-        names={
-            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-            "nextn.eh_proj": "eh_proj",
-            "nextn.embed_tokens": "embed_tokens",
-            "nextn.enorm": "enorm",
-            "nextn.hnorm": "hnorm",
-            "nextn.shared_head_head": "shared_head.head",
-            "nextn.shared_head_norm": "shared_head.norm",
-        },
+        names={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias", **_NAMES_OF_NEXTN},
         sizes=_OF_DEEPSEEK,
         keys={
             "n_shared_experts": "expert_shared_count",
@@ -320,6 +263,50 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
         reads=("nextn_predict_layers",),
         only={"expert_gating_func": (_SIGMOID,)},
         ends=("<|user|>", "<|observation|>", "<|endoftext|>"),
+    ),
+    "deepseek2": Architecture(
+        "DeepseekV3ForCausalLM",
+        names={
+            "attn_q_a": "self_attn.q_a_proj",
+            "attn_q_a_norm": "self_attn.q_a_layernorm",
+            "attn_q_b": "self_attn.q_b_proj",
+            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+            "attn_kv_b": "self_attn.kv_b_proj",
+            "attn_k_b": "self_attn.k_b_proj",
+            "attn_v_b": "self_attn.v_b_proj",
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+            **_NAMES_OF_NEXTN,
+        },
+        sizes={**_OF_DEEPSEEK, "kv_lora_rank": "attention.kv_lora_rank"},
+        keys={
+            "n_shared_experts": "expert_shared_count",
+            "first_k_dense_replace": "leading_dense_block_count",
+        },
+        derived=_deepseek2,
+        reads=(
+            "expert_group_count",
+            "expert_weights_scale",
+            "nextn_predict_layers",
+            _LOG_MULTIPLIER,
+        ),
+        only={"expert_gating_func": (_SOFTMAX, _SIGMOID)},
+        scaled_rope=_deepseek_yarn,
+        head_size="rope.dimension_count",
+    ),
+    "minimax-m2": Architecture(
+        "MiniMaxM2ForCausalLM",
+        names={
+            **_NAMES_OF_MIXTRAL,
+            "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
+        },
+        sizes={
+            "n_routed_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "intermediate_size": "expert_feed_forward_length",
+        },
+        only={"expert_gating_func": (_SIGMOID,)},
+        ends=("[e~[",),
     ),
     "seed_oss": Architecture("SeedOssForCausalLM", derived=_seed_oss),
     "hunyuan-dense": Architecture(
@@ -354,7 +341,9 @@ _REFUSED = (
     "attention.scale",
     "attention.clamp_kqv",
     "attention.max_alibi_bias",
-    "attention.temperature_scale",
+    "attention.output_scale",
+    "attention.shared_kv_layers",
+    _QUERY_GROWTH,
     "expert_count",
     "expert_group_count",
     "expert_shared_count",
@@ -364,13 +353,17 @@ _REFUSED = (
     "nextn_predict_layers",
     "attn_logit_softcapping",
     "final_logit_softcapping",
+    "router_logit_softcapping",
+    "swiglu_clamp_exp",
+    "swiglu_clamp_shexp",
     "embedding_scale",
     "residual_scale",
     "logit_scale",
     "rope.freq_base_swa",
     "rope.scale_linear",
-    "rope.scaling.yarn_log_multiplier",
+    "rope.scaling.alpha",
     "rope.scaling.yarn_ext_factor",
+    _LOG_MULTIPLIER,
     *ATTENTION_FACTORS,
 )
 

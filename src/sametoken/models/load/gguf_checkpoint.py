@@ -12,7 +12,8 @@ import torch
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.rotary import DEFAULT_THETA, LONGROPE
 from sametoken.models.base import ModelConfig
-from sametoken.models.load.gguf_architectures import ATTENTION_FACTORS, Architecture, form_of
+from sametoken.models.load.gguf_architecture import HEAD_SIZE, Architecture
+from sametoken.models.load.gguf_architectures import ATTENTION_FACTORS, form_of
 from sametoken.models.load.gguf_blocks import Blocks
 from sametoken.models.load.gguf_file import GGUFFile, read_gguf
 from sametoken.models.load.gguf_source import (
@@ -74,7 +75,7 @@ def _model_config(file: GGUFFile, settings: Settings, architecture: Architecture
     hidden_size = settings.integer("embedding_length")
     num_heads = settings.integer("attention.head_count")
     num_kv_heads = settings.integer("attention.head_count_kv", num_heads)
-    head_dim = settings.integer("attention.key_length", max(hidden_size // num_heads, 1))
+    head_dim = settings.integer(architecture.head_size, max(hidden_size // num_heads, 1))
     require_head_counts(num_heads, num_kv_heads, head_dim, settings.location)
     vocabulary = Settings(file.metadata, settings.location, "tokenizer.ggml.")
     tokens = vocabulary.get("tokens")
@@ -108,6 +109,8 @@ def _model_config(file: GGUFFile, settings: Settings, architecture: Architecture
 def _rotated(settings: Settings, architecture: Architecture, head_dim: int) -> float:
     """The part of a head that is rotated."""
     rotates_parts = model_class(architecture.name).rotates_parts
+    if architecture.head_size != HEAD_SIZE:
+        return 1.0
     for key in ("attention.value_length", "rope.dimension_count"):
         is_part = rotates_parts and key == "rope.dimension_count"
         if settings.integer(key, head_dim) != head_dim and not is_part:
@@ -148,7 +151,7 @@ def _rope(file: GGUFFile, settings: Settings, architecture: Architecture) -> dic
         )
     rope |= {"rope_type": scaling, "factor": settings.number("rope.scaling.factor")}
     if scaling == "yarn":
-        rope |= {**_original(settings), **architecture.rope}
+        rope |= _original(settings) | architecture.scaled_rope(settings)
         for key in ("beta_fast", "beta_slow"):
             if settings.get(f"rope.scaling.yarn_{key}"):
                 rope[key] = settings.number(f"rope.scaling.yarn_{key}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.io.files import open_regular
-from sametoken.models.load.gguf_architectures import EACH, Architecture
+from sametoken.models.load.gguf_architecture import EACH, Architecture
 from sametoken.models.load.gguf_file import GGUFFile, GGUFTensor
 from sametoken.models.load.settings import MAX_EXPERTS
 from sametoken.models.load.sources import rows_per_chunk
@@ -98,7 +99,10 @@ class GGUFSource:
         for raw in self._rows(tensor):
             values = _dequantized(raw, tensor, self.location)
             values = values.flatten() if len(tensor.shape) == 1 else values
-            yield self._in_order(values - added if added else values, tensor)
+            values = self._in_order(values - added if added else values, tensor)
+            yield (
+                values.unflatten(0, (-1, *tensor.shape[1:-1])) if len(tensor.shape) > 2 else values
+            )
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """Bytes of blocks."""
@@ -120,8 +124,9 @@ class GGUFSource:
         return self._head_dim if is_interleaved else None
 
     def _rows(self, tensor: GGUFTensor) -> Iterator[np.ndarray]:
-        """Bytes of whole rows or heads; read, not mapped, as mapped pages count as memory."""
-        step = rows_per_chunk(tensor.shape[-1], self._head_dim_of(tensor) or 1)
+        """Bytes of whole rows, heads or matrices; read, as mapped pages count as memory."""
+        together = math.prod(tensor.shape[1:-1])
+        step = rows_per_chunk(tensor.shape[-1], self._head_dim_of(tensor) or together)
         with open_regular(self._path) as file:
             file.seek(tensor.offset)
             for first in range(0, tensor.num_rows, step):

@@ -1,0 +1,134 @@
+"""What a GGUF architecture says of its files: names of tensors, keys of settings, order of rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sametoken.models.load.settings import Settings
+
+HEAD_SIZE = "attention.key_length"
+#: Stands for an expert's number where a tensor of the file holds those of all.
+EACH = "*"
+
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>[\w.]+)\.(?P<ending>weight|bias)")
+_NAMES: Mapping[str, str] = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": f"mlp.experts.{EACH}.gate_proj",
+    "ffn_up_exps": f"mlp.experts.{EACH}.up_proj",
+    "ffn_down_exps": f"mlp.experts.{EACH}.down_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+#: Ends of texts, turns and messages, of which old files give the id of one. llama.cpp stops at all
+#: that a vocabulary has.
+_ENDS = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
+
+
+def _nothing(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+    return {}
+
+
+def _no_settings(settings: Settings) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A GGUF architecture as a Hugging Face class.
+
+    Attributes:
+        name: the class.
+        names: modules, or tensors with their endings, by the file's names; beside those of all.
+        interleaved: whether llama.cpp rotates element 2j of q and k with 2j + 1, for which its
+            converter reorders rows; our kernels rotate j with j + head_dim / 2.
+        added_to_norms: what the converter adds to the weights of norms.
+        of_one_row: ends of names of matrices of one row, which the converter makes vectors.
+        sizes: counts without which there is no model, by their keys in config.json.
+        keys: other settings, by their keys in config.json; an absent one keeps the class's default.
+        values: settings of all files of the architecture.
+        derived: settings that follow from several keys, or from the names of tensors.
+        reads: the keys that ``derived`` reads.
+        only: keys with the values that mean nothing else.
+        scaled_rope: settings of a scaled rope beside those of all.
+        head_size: the key with the elements of a head that the model's class counts.
+        ends: tokens at which a text, a turn or a message ends, beside those of all.
+        forms: the architecture of files that set a key.
+    """
+
+    name: str
+    names: Mapping[str, str] = field(default_factory=dict)
+    interleaved: bool = False
+    added_to_norms: float = 0.0
+    of_one_row: tuple[str, ...] = ()
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    derived: Callable[[Settings, Collection[str]], dict[str, Any]] = _nothing
+    reads: tuple[str, ...] = ()
+    only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    scaled_rope: Callable[[Settings], dict[str, Any]] = _no_settings
+    head_size: str = HEAD_SIZE
+    ends: tuple[str, ...] = ()
+    forms: Mapping[str, Architecture] = field(default_factory=dict)
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The keys that it reads, beside those of all architectures."""
+        return (*self.sizes.values(), *self.keys.values(), *self.reads, *self.only)
+
+    @property
+    def all_ends(self) -> tuple[str, ...]:
+        """The tokens at which a text, a turn or a message ends."""
+        return (*_ENDS, *self.ends)
+
+    def of(self, settings: Settings) -> Architecture:
+        """The form of a file's settings."""
+        found = (form for key, form in self.forms.items() if settings.get(key))
+        return next(found, self)
+
+    def config(self, settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+        """What config.json has beside the keys of all architectures.
+
+        Args:
+            settings: the file's.
+            tensors: names in the file.
+
+        Raises:
+            CheckpointError: a key is missing or impossible.
+            UnsupportedError: a value is not implemented.
+        """
+        sizes = {key: settings.integer(own) for key, own in self.sizes.items()}
+        given = {key: settings.get(own) for key, own in self.keys.items()}
+        given = {key: value for key, value in given.items() if value is not None}
+        return {**self.values, **sizes, **given, **self.derived(settings, tensors)}
+
+    def hugging_face_name(self, name: str) -> str:
+        """A tensor's name in checkpoints of transformers; one that has none keeps its own."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            return name
+        names, (stem, ending) = {**_NAMES, **self.names}, match.group("stem", "ending")
+        layer = f"model.layers.{match['layer']}." if match["layer"] else ""
+        if whole := names.get(f"{stem}.{ending}"):
+            return layer + whole
+        return f"{layer}{names[stem]}.{ending}" if stem in names else name

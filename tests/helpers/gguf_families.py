@@ -13,15 +13,31 @@ from gguf import GGUFWriter
 from gguf.quants import quantize
 from safetensors.torch import load_file
 
+from helpers.checkpoints import write_checkpoint
 from helpers.families import write_family
 from helpers.gguf_files import F32, interleaved
+from helpers.hybrids import EXPERTS, FULL, LINEAR, hybrid_config, hybrid_tensors, without_mtp
 from helpers.latents import LATENTS, YARN, write_latent
 
+#: Three heads of values to each of keys.
+_HYBRID = {
+    "layer_types": [LINEAR, FULL, LINEAR, FULL],
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "vocab_size": 64,
+}
 #: By architecture: the family of transformers, and changes of its config to what a file can say.
 FAMILIES = {
     "llama": ("mixtral", {"sliding_window": None}),
     "qwen3moe": ("qwen3_moe", {"mlp_only_layers": [], "norm_topk_prob": True}),
     "qwen2moe": ("qwen2_moe", {"mlp_only_layers": [], "norm_topk_prob": False}),
+    "qwen3next": ("qwen3_next", _HYBRID),
+    "qwen35": ("qwen3_5", _HYBRID),
+    "qwen35moe": (
+        "qwen3_5",
+        _HYBRID | EXPERTS | {"architectures": ["Qwen3_5MoeForCausalLM"]},
+    ),
     "gemma3": (
         "gemma3",
         {
@@ -92,10 +108,13 @@ FAMILIES = {
     "ernie4_5-moe": ("ernie4_5_moe", {"moe_num_shared_experts": 1}),
 }
 _NAMES = {"olmo3": "olmo2", "deepseek2-lite": "deepseek2"}
+_HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
+_CENTRED = ("gemma3", *_HYBRIDS)
 _INTERLEAVED = ("llama", "granite", "smollm3", "mistral3")
 #: Tensors that the converter calls otherwise before it looks up their names.
 _RENAMED = (
     (r"self_attn\.sinks$", "self_attn.sinks.weight"),
+    (r"\.dt_bias$", ".dt_proj.bias"),
     (r"_proj_bias$", "_proj.bias"),
     (r"e_score_correction_bias$", "e_score_correction.bias"),
     (r"(experts\.w\d|experts\.(?:gate|up|down)_proj)$", r"\1.weight"),
@@ -107,9 +126,13 @@ def write_family_gguf(
 ) -> tuple[Path, Path]:
     """A random model of an architecture's family as transformers saves it, and its GGUF file."""
     family, own = FAMILIES[arch]
-    write = write_latent if family in LATENTS else write_family
-    write(directory, family, **own | changes)
+    if arch in _HYBRIDS:
+        _write_hybrid(directory, family, **own | changes)
+    else:
+        write = write_latent if family in LATENTS else write_family
+        write(directory, family, **own | changes)
     config = json.loads((directory / "config.json").read_text())
+    config = config.get("text_config", config)
     name = _NAMES.get(arch, arch)
     path = directory.with_suffix(".gguf")
     writer = GGUFWriter(path, name)
@@ -125,6 +148,17 @@ def write_family_gguf(
     return directory, path
 
 
+def _write_hybrid(directory, family, architectures=None, **changes):
+    """With decays whose logarithms a file can say, which has their exponentials."""
+    config = hybrid_config(family, **changes)
+    config["architectures"] = architectures or config["architectures"]
+    tensors = without_mtp(hybrid_tensors(config))
+    for name in [name for name in tensors if name.endswith(".A_log")]:
+        while not torch.equal(tensors[name], again := tensors[name].exp().log()):
+            tensors[name] = again
+    write_checkpoint(directory, config, tensors)
+
+
 def _add_tensor(writer, name, data, tensor_type):
     is_matrix = data.ndim > 1 and name.endswith(".weight")
     fits = data.shape[-1] % gguf.GGML_QUANT_SIZES[tensor_type][0] == 0
@@ -133,7 +167,7 @@ def _add_tensor(writer, name, data, tensor_type):
 
 
 def _add_settings(writer, arch, config):
-    ropes = config["rope_parameters"]
+    ropes = config.get("rope_parameters") or {"rope_type": "default", **config}
     rope = ropes.get("full_attention", ropes)
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -159,6 +193,14 @@ def _add_settings(writer, arch, config):
     if arch == "mistral3":
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if arch in _HYBRIDS:
+        heads = config["linear_num_value_heads"]
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(heads)
+        writer.add_ssm_inner_size(config["linear_value_head_dim"] * heads)
+        writer.add_full_attention_interval(config["full_attention_interval"])
     _add_optional(writer, arch, config)
 
 
@@ -245,12 +287,13 @@ def _tensors(arch, config, stored):
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     keys = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(keys[arch], config["num_hidden_layers"] + 1)
-    for name, data in _stacked(stored).items():
+    plain = {name.replace(".language_model.", "."): data for name, data in stored.items()}
+    for name, data in _stacked(plain).items():
         for part, values in _parts(arch, name, data, config):
             new_name = names.get_name(_renamed(part), try_suffixes=(".weight", ".bias"))
             yield new_name, _reordered(arch, part, values, heads).squeeze()
     for kind in ("long", "short"):
-        if factors := config["rope_parameters"].get(f"{kind}_factor"):
+        if factors := config.get("rope_parameters", {}).get(f"{kind}_factor"):
             yield f"rope_factors_{kind}.weight", torch.tensor(factors)
 
 
@@ -275,14 +318,19 @@ def _renamed(name):
 
 
 def _reordered(arch, name, values, heads):
+    if name.endswith("linear_attn.norm.weight"):
+        return values
     kind = name.split(".")[-2]
     if arch in _INTERLEAVED and kind in heads:
         return torch.from_numpy(interleaved(values.numpy(), heads[kind]))
-    return values + 1 if arch == "gemma3" and name.endswith("norm.weight") else values
+    return values + 1 if arch in _CENTRED and name.endswith("norm.weight") else values
 
 
 def _parts(arch, name, data, config):
     """What the converter makes of a tensor: experts' gates and ups apart, outputs first."""
+    if "linear_attn" in name:
+        yield from _linear_parts(arch, name, data, config)
+        return
     if "kv_b_proj" in name:
         heads = data.unflatten(0, (config["num_attention_heads"], -1))
         keys, values = heads.split((config["qk_nope_head_dim"], config["v_head_dim"]), dim=1)
@@ -302,4 +350,26 @@ def _parts(arch, name, data, config):
         yield name.replace("gate_up_proj", "gate_proj"), gate
         yield name.replace("gate_up_proj", "up_proj"), up
         return
+    yield name, data
+
+
+def _linear_parts(arch, name, data, config):
+    """Of Gated DeltaNet: z apart, and Qwen3.5's heads of values by turns of those of keys."""
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key_dim, value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    own, before = name.split("linear_attn.")[1], 2 * keys * key_dim
+    data = -data.exp() if own == "A_log" else data.squeeze(1) if "conv1d" in own else data
+    if "qkvz" in own:
+        values = heads // keys * value_dim
+        sizes = (key_dim, key_dim, values, values)
+        q, k, v, z = (one.flatten(0, 1) for one in data.unflatten(0, (keys, -1)).split(sizes, 1))
+        yield name.replace("qkvz", "qkv"), torch.cat((q, k, v))
+        yield name.replace("qkvz", "z"), z
+        return
+    if arch != "qwen3next" and not own.startswith("norm"):
+        data = data.T if own.startswith("out_proj") else data
+        first = before if own.startswith(("in_proj_qkv", "conv1d")) else 0
+        turned = data[first:].unflatten(0, (keys, heads // keys, -1)).transpose(0, 1).flatten(0, 2)
+        data = torch.cat((data[:first], turned))
+        data = data.T if own.startswith("out_proj") else data
     yield name, data

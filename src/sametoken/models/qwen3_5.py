@@ -221,15 +221,10 @@ class Qwen3_5MoeForCausalLM(HybridDecoder):
         rule: GatedDelta, weights: WeightReader, prefix: str, in_features: int
     ) -> Linear:
         """As ``HybridDecoder.load_projection``."""
-        heads, rows = rule.num_value_heads, Split.ROWS
-        qkv = f"{prefix}.in_proj_qkv"
-        return weights.linear(
-            in_features,
-            Part(qkv, rule.conv_channels, split=rows, output_sizes=rule.qkv_sizes),
-            Part(f"{prefix}.in_proj_z", rule.out_features, split=rows),
-            Part(f"{prefix}.in_proj_b", heads, split=rows),
-            Part(f"{prefix}.in_proj_a", heads, split=rows),
+        gates = (
+            Part(f"{prefix}.in_proj_{one}", rule.num_value_heads, split=Split.ROWS) for one in "ba"
         )
+        return weights.linear(in_features, *_parts_of_qkvz(rule, prefix), *gates)
 
 
 class Qwen3_5ForCausalLM(Qwen3_5MoeForCausalLM):
@@ -239,7 +234,10 @@ class Qwen3_5ForCausalLM(Qwen3_5MoeForCausalLM):
 
 
 class Qwen3NextForCausalLM(HybridDecoder):
-    """Tensors ``in_proj_qkvz`` and ``in_proj_ba``, with rows interleaved by key head."""
+    """Tensors ``in_proj_qkvz`` and ``in_proj_ba``, with rows interleaved by key head.
+
+    GGUF files have the first as Qwen3.5's checkpoints have it.
+    """
 
     @staticmethod
     def load_projection(
@@ -251,11 +249,20 @@ class Qwen3NextForCausalLM(HybridDecoder):
         values = ratio * rule.value_dim
         qkvz = _regrouped(groups, (rule.key_dim, rule.key_dim, values, values))
         ba = _regrouped(groups, (ratio, ratio))
-        return weights.linear(
-            in_features,
-            Part(f"{prefix}.in_proj_qkvz", size * len(qkvz), qkvz, Split.ROWS),
-            Part(f"{prefix}.in_proj_ba", size * len(ba), ba, Split.ROWS),
-        )
+        gates = Part(f"{prefix}.in_proj_ba", size * len(ba), ba, Split.ROWS)
+        if f"{prefix}.in_proj_qkv.weight" in weights:
+            return weights.linear(in_features, *_parts_of_qkvz(rule, prefix), gates)
+        whole = Part(f"{prefix}.in_proj_qkvz", size * len(qkvz), qkvz, Split.ROWS)
+        return weights.linear(in_features, whole, gates)
+
+
+def _parts_of_qkvz(rule: GatedDelta, prefix: str) -> tuple[Part, ...]:
+    """q, k and v as one part, and z."""
+    rows, qkv = Split.ROWS, f"{prefix}.in_proj_qkv"
+    return (
+        Part(qkv, rule.conv_channels, split=rows, output_sizes=rule.qkv_sizes),
+        Part(f"{prefix}.in_proj_z", rule.out_features, split=rows),
+    )
 
 
 def _regrouped(num_groups: int, sizes: tuple[int, ...]) -> Tensor:

@@ -23,6 +23,11 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+#: Of Qwen3.5: marks belong to words.
+_WORDS_WITH_MARKS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 #: Of Mistral's tekken: a word ends before a capital, and digits stand alone.
 _TEKKEN_WORDS = (
@@ -99,7 +104,7 @@ def _byte_level(metadata: dict[str, Any], split: str) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=ignore_merges))
     tokenizer.pre_tokenizer = pre_tokenizer(split)
     tokenizer.decoder = decoders.ByteLevel()
-    if split == "qwen2":
+    if split in ("qwen2", _QWEN_35):
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
@@ -134,6 +139,7 @@ def _digits_apart() -> Any:
     return pre.Sequence([pre.Digits(individual_digits=True), _gpt2()])
 
 
+_QWEN_35 = "qwen35"
 LLAMA_3, TEKKEN = "llama-bpe", "tekken"
 _LLAMA_3 = (LLAMA_3, "llama3", "llama-v3", "pixtral", "falcon3")
 #: Words as Llama 3's, all merged from parts: Phi-4's, OLMo's, GLM's.
@@ -144,6 +150,7 @@ _PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "gpt-2": _gpt2,
     **dict.fromkeys(("smollm", "refact", "starcoder"), _digits_apart),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _by_pattern(_WORDS % r"\p{N}")),
+    _QWEN_35: _by_pattern(_WORDS_WITH_MARKS),
     **dict.fromkeys((*_LLAMA_3, *_CL100K), _by_pattern(_WORDS % r"\p{N}{1,3}")),
     TEKKEN: _by_pattern(_TEKKEN_WORDS),
     **dict.fromkeys(("gpt-4o", "minimax-m2"), _by_pattern(_O200K_WORDS)),

@@ -116,6 +116,7 @@ def test_smollm_splits_digits_before_words(backend):
         ("deepseek-r1-qwen", ["aB", "Ġb", "Ġ", "1", "2", "3", "4"]),
         ("llama-bpe", ["aB", "Ġb", "Ġ", "123", "4"]),
         ("tekken", ["a", "B", "Ġb", "Ġ", "1", "2", "3", "4"]),
+        ("qwen35", ["aB", "Ġb", "Ġ", "1", "2", "3", "4"]),
         ("dbrx", ["aB", "Ġb", "Ġ", "123", "4"]),
         ("refact", ["aB", "Ġb", "Ġ", "1", "2", "3", "4"]),
         ("gpt-4o", ["a", "B", "Ġb", "Ġ", "123", "4"]),
@@ -134,6 +135,8 @@ def test_known_word_splits(backend, name, pieces):
         ("gpt-4o", "it's /\n/", ["it's", "Ġ/Ċ/"]),
         ("llama-bpe", "it's /\n/", ["it", "'s", "Ġ/Ċ", "/"]),
         ("seed-coder", "it's /\n/", ["it", "'s", "Ġ/", "Ċ", "/"]),
+        ("qwen2", "e\u0301x", ["e", "Ìģx"]),
+        ("qwen35", "e\u0301x", ["eÌģx"]),
         ("deepseek-v3", "a.b 日本", ["a", ".b", "Ġ", "æĹ¥æľ¬"]),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sametoken.models.load.settings import Settings
 
@@ -13,7 +13,7 @@ HEAD_SIZE = "attention.key_length"
 #: Stands for an expert's number where a tensor of the file holds those of all.
 EACH = "*"
 
-_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>[\w.]+)\.(?P<ending>weight|bias)")
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>[\w.]+?)(?:\.(?P<ending>weight|bias))?")
 _NAMES: Mapping[str, str] = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -52,6 +52,35 @@ def _no_settings(settings: Settings) -> dict[str, Any]:
     return {}
 
 
+class Turns(NamedTuple):
+    """Heads of values that a file has by turns: the first of each head of keys, then the second.
+
+    Attributes:
+        first: rows before them.
+        num_keys: heads of keys.
+        ratio: heads of values to each.
+        size: rows of a head of values.
+        in_columns: whether columns have this order, in place of rows.
+    """
+
+    first: int
+    num_keys: int
+    ratio: int
+    size: int
+    in_columns: bool = False
+
+    def runs(self) -> list[tuple[int, int]]:
+        """First row in the file, and number of rows, of each run in Hugging Face order."""
+        heads = [(key, turn) for key in range(self.num_keys) for turn in range(self.ratio)]
+        places = (self.first + (turn * self.num_keys + key) * self.size for key, turn in heads)
+        before = [(0, self.first)] if self.first else []
+        return before + [(place, self.size) for place in places]
+
+
+def _no_turns(settings: Settings) -> dict[str, Turns]:
+    return {}
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """A GGUF architecture as a Hugging Face class.
@@ -61,8 +90,11 @@ class Architecture:
         names: modules, or tensors with their endings, by the file's names; beside those of all.
         interleaved: whether llama.cpp rotates element 2j of q and k with 2j + 1, for which its
             converter reorders rows; our kernels rotate j with j + head_dim / 2.
+        turns: tensors with heads of values by turns, by ends of their names.
         added_to_norms: what the converter adds to the weights of norms.
-        of_one_row: ends of names of matrices of one row, which the converter makes vectors.
+        plain_norms: ends of names of norms to which it adds nothing.
+        negated_exponentials: ends of names of tensors of which a file has -exp.
+        missing_axes: axes of one element that the converter leaves out, by ends of names.
         sizes: counts without which there is no model, by their keys in config.json.
         keys: other settings, by their keys in config.json; an absent one keeps the class's default.
         values: settings of all files of the architecture.
@@ -78,8 +110,11 @@ class Architecture:
     name: str
     names: Mapping[str, str] = field(default_factory=dict)
     interleaved: bool = False
+    turns: Callable[[Settings], dict[str, Turns]] = _no_turns
     added_to_norms: float = 0.0
-    of_one_row: tuple[str, ...] = ()
+    plain_norms: tuple[str, ...] = ()
+    negated_exponentials: tuple[str, ...] = ()
+    missing_axes: Mapping[str, int] = field(default_factory=dict)
     sizes: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -129,6 +164,6 @@ class Architecture:
             return name
         names, (stem, ending) = {**_NAMES, **self.names}, match.group("stem", "ending")
         layer = f"model.layers.{match['layer']}." if match["layer"] else ""
-        if whole := names.get(f"{stem}.{ending}"):
+        if whole := names.get(stem if ending is None else f"{stem}.{ending}"):
             return layer + whole
-        return f"{layer}{names[stem]}.{ending}" if stem in names else name
+        return f"{layer}{names[stem]}.{ending}" if ending and stem in names else name

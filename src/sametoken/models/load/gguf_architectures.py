@@ -6,138 +6,39 @@ there). Keys are given without the architecture's prefix.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from reprlib import repr as short
-from typing import Any
 
 from sametoken.errors import UnsupportedError
-from sametoken.models.layer_types import FULL, SLIDING, full_every
+from sametoken.models.load import gguf_settings
 from sametoken.models.load.gguf_architecture import EACH, Architecture
-from sametoken.models.load.settings import ANOTHER, COMPARE, MAX_LAYERS, Settings, require_values
-
-WINDOW = "attention.sliding_window"
-_PATTERN = "attention.sliding_window_pattern"
-#: Factors on cos and sin of a scaled rope, by the converters of the time.
-ATTENTION_FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
-_QUERY_GROWTH, _LOG_MULTIPLIER = "attention.temperature_scale", "rope.scaling.yarn_log_multiplier"
-_SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3
-
-
-def _windows(settings: Settings, every: int) -> dict[str, Any]:
-    """The window, and the layers that have it: all but each ``every``-th, if no pattern is given.
-
-    Raises:
-        UnsupportedError: the pattern is neither a period nor one switch for each layer.
-    """
-    num_layers = settings.integer("block_count", most=MAX_LAYERS)
-    if not settings.get(WINDOW):
-        return {"sliding_window": None, "layer_types": [FULL] * num_layers}
-    pattern = settings.get(_PATTERN, every)
-    if isinstance(pattern, list) and set(pattern) <= {False, True}:
-        types = [SLIDING if has_window else FULL for has_window in pattern]
-    elif isinstance(pattern, int) and pattern > 0:
-        types = full_every(pattern, num_layers)
-    else:
-        raise UnsupportedError(
-            f"{settings.location}: {settings.prefix}{_PATTERN}={short(pattern)} is not supported",
-            COMPARE,
-        )
-    return {"sliding_window": settings.positions(WINDOW), "layer_types": types}
-
-
-def _gemma3(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
-    """Windows in five layers of six; only the model of 62 layers has a scale of its own."""
-    hidden, heads = settings.integer("embedding_length"), settings.integer("attention.head_count")
-    head_dim = settings.integer("attention.key_length", max(hidden // heads, 1))
-    is_27b = settings.get("block_count") == 62
-    scale = {"query_pre_attn_scalar": hidden // heads if is_27b else head_dim}
-    return scale | _windows(settings, 6)
-
-
-def _gpt_oss(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
-    return _windows(settings, 2)
-
-
-def _open_yarn(settings: Settings) -> dict[str, Any]:
-    """The borders of gpt-oss's ramp are not rounded."""
-    return {"truncate": False}
-
-
-def _olmo3(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
-    return _windows(settings, 4)
-
-
-def _phi3(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
-    """Of Phi-4, which has no window, the converter writes one of 0."""
-    return {"sliding_window": settings.get(WINDOW) or None}
-
-
-def _mistral3(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
-    """Ministral 3 where queries grow with their position, else Mistral Small 3."""
-    name = "Ministral3ForCausalLM" if settings.get(_QUERY_GROWTH) else "MistralForCausalLM"
-    return {"architectures": [name], "sliding_window": None}
-
-
-def _ministral_yarn(settings: Settings) -> dict[str, Any]:
-    mscale = settings.get(_LOG_MULTIPLIER)
-    growth = {"llama_4_scaling_beta": settings.get(_QUERY_GROWTH)}
-    return growth | ({"mscale": mscale, "mscale_all_dim": mscale} if mscale else {})
-
-
-def _deepseek2(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
-    """V3 behind a sigmoid router, else V2.
-
-    Sizes of a head are those of the model, or in newer files, where ``key_length`` is that of a
-    latent, have keys of their own. Files without groups run without them.
-    """
-    is_new = settings.get("attention.key_length_mla")
-    ending = "_mla" if is_new else ""
-    key, value = (settings.integer(f"attention.{one}_length{ending}") for one in ("key", "value"))
-    rope, groups = settings.integer("rope.dimension_count"), settings.get("expert_group_count", 1)
-    is_v3 = settings.get("expert_gating_func") == _SIGMOID
-    return {
-        "architectures": [f"Deepseek{'V3' if is_v3 else 'V2'}ForCausalLM"],
-        "num_key_value_heads": settings.integer("attention.head_count"),
-        "q_lora_rank": settings.get("attention.q_lora_rank"),
-        "qk_rope_head_dim": rope,
-        "qk_nope_head_dim": key - rope,
-        "v_head_dim": value,
-        "n_group": groups,
-        "topk_group": settings.get("expert_group_used_count", groups),
-        "topk_method": "greedy" if groups == 1 else "group_limited_greedy",
-        "norm_topk_prob": settings.switch("expert_weights_norm"),
-        "routed_scaling_factor": settings.get("expert_weights_scale", 1.0),
-        **_layers(settings),
-    }
-
-
-def _deepseek_yarn(settings: Settings) -> dict[str, Any]:
-    """The multiplier is a tenth of ``mscale_all_dim``, which llama.cpp takes ``mscale`` to be."""
-    tenth = settings.get(_LOG_MULTIPLIER)
-    mscale = round(10 * settings.number(_LOG_MULTIPLIER), 6) if tenth else None
-    return {"mscale": mscale, "mscale_all_dim": mscale} if mscale else {}
-
-
-def _seed_oss(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
-    return {"attention_out_bias": "blk.0.attn_output.bias" in tensors}
-
-
-def _layers(settings: Settings) -> dict[str, Any]:
-    """``block_count`` counts the layers of a NextN module too."""
-    key = "nextn_predict_layers"
-    num_modules = settings.integer(key) if settings.get(key) else 0
-    num_layers = settings.integer("block_count", most=MAX_LAYERS) - num_modules
-    return {"num_hidden_layers": num_layers, "num_nextn_predict_layers": num_modules}
-
-
-def _glm4_moe(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
-    return {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors, **_layers(settings)}
-
+from sametoken.models.load.gguf_settings import (
+    ATTENTION_FACTORS,
+    LOG_MULTIPLIER,
+    PATTERN,
+    QUERY_GROWTH,
+    SIGMOID,
+    SOFTMAX,
+    SOFTMAX_OF_CHOSEN,
+    WINDOW,
+)
+from sametoken.models.load.settings import ANOTHER, Settings, require_values
 
 _ROUTED: Mapping[str, str] = {
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
+}
+_ROUTED_AND_SHARED: Mapping[str, str] = {
+    **_ROUTED,
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
+_OF_LINEAR: Mapping[str, str] = {
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
 }
 _OF_DEEPSEEK: Mapping[str, str] = {
     "n_routed_experts": "expert_count",
@@ -146,18 +47,29 @@ _OF_DEEPSEEK: Mapping[str, str] = {
 }
 _OLMO3 = Architecture(
     "Olmo3ForCausalLM",
-    derived=_olmo3,
-    reads=(WINDOW, _PATTERN, *ATTENTION_FACTORS),
+    derived=gguf_settings.olmo3,
+    reads=(WINDOW, PATTERN, *ATTENTION_FACTORS),
     # Without a name of their own in config.json, windows rotate by it.
     keys={"rope_theta": "rope.freq_base_swa"},
 )
-_NAMES_OF_NEXTN: Mapping[str, str] = {
-    "nextn.eh_proj": "eh_proj",
-    "nextn.embed_tokens": "embed_tokens",
-    "nextn.enorm": "enorm",
-    "nextn.hnorm": "hnorm",
-    "nextn.shared_head_head": "shared_head.head",
-    "nextn.shared_head_norm": "shared_head.norm",
+_NAMES_OF_LINEAR: Mapping[str, str] = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
+_NAMES_OF_SHARED: Mapping[str, str] = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 _NAMES_OF_MIXTRAL: Mapping[str, str] = {
     "ffn_gate_inp": "block_sparse_moe.gate",
@@ -171,14 +83,26 @@ _MIXTRAL = Architecture(
     interleaved=True,
     sizes={"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
 )
+_QWEN3_NEXT = Architecture(
+    "Qwen3NextForCausalLM",
+    names={**_NAMES_OF_LINEAR, **_NAMES_OF_SHARED},
+    added_to_norms=1.0,
+    plain_norms=("linear_attn.norm.weight",),
+    negated_exponentials=("linear_attn.A_log",),
+    missing_axes={"shared_expert_gate.weight": 0, "linear_attn.conv1d.weight": 1},
+    sizes={**_ROUTED_AND_SHARED, **_OF_LINEAR},
+    keys={"full_attention_interval": "full_attention_interval"},
+    derived=gguf_settings.gated_delta_net,
+    reads=("nextn_predict_layers",),
+)
 _ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", interleaved=True, forms={"expert_count": _MIXTRAL}),
     "mistral3": Architecture(
         "Ministral3ForCausalLM",
         interleaved=True,
-        derived=_mistral3,
-        reads=(_QUERY_GROWTH, _LOG_MULTIPLIER),
-        scaled_rope=_ministral_yarn,
+        derived=gguf_settings.mistral3,
+        reads=(QUERY_GROWTH, LOG_MULTIPLIER),
+        scaled_rope=gguf_settings.ministral_yarn,
     ),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
@@ -190,14 +114,16 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "qwen2moe": Architecture(
         "Qwen2MoeForCausalLM",
-        names={
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-            "ffn_up_shexp": "mlp.shared_expert.up_proj",
-            "ffn_down_shexp": "mlp.shared_expert.down_proj",
-        },
-        of_one_row=("shared_expert_gate.weight",),
-        sizes={**_ROUTED, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+        names=_NAMES_OF_SHARED,
+        missing_axes={"shared_expert_gate.weight": 0},
+        sizes=_ROUTED_AND_SHARED,
+    ),
+    "qwen3next": _QWEN3_NEXT,
+    "qwen35": replace(
+        _QWEN3_NEXT, name="Qwen3_5ForCausalLM", sizes=_OF_LINEAR, turns=gguf_settings.value_heads
+    ),
+    "qwen35moe": replace(
+        _QWEN3_NEXT, name="Qwen3_5MoeForCausalLM", turns=gguf_settings.value_heads
     ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
@@ -207,8 +133,8 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
             "final_logit_softcapping": "final_logit_softcapping",
             "rope_local_base_freq": "rope.freq_base_swa",
         },
-        derived=_gemma3,
-        reads=(WINDOW, _PATTERN),
+        derived=gguf_settings.gemma3,
+        reads=(WINDOW, PATTERN),
         ends=("<end_of_turn>",),
     ),
     "gpt-oss": Architecture(
@@ -220,17 +146,17 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
             "intermediate_size": "expert_feed_forward_length",
             "sliding_window": WINDOW,
         },
-        derived=_gpt_oss,
-        reads=(_PATTERN,),
-        only={"expert_gating_func": (_SOFTMAX, _SOFTMAX_OF_CHOSEN)},
-        scaled_rope=_open_yarn,
+        derived=gguf_settings.gpt_oss,
+        reads=(PATTERN,),
+        only={"expert_gating_func": (SOFTMAX, SOFTMAX_OF_CHOSEN)},
+        scaled_rope=gguf_settings.open_yarn,
         ends=("<|return|>", "<|call|>", "<|endoftext|>"),
     ),
     "phi3": Architecture(
         "Phi3ForCausalLM",
         names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
         keys={"original_max_position_embeddings": "rope.scaling.original_context_length"},
-        derived=_phi3,
+        derived=gguf_settings.phi3,
         reads=(WINDOW, *ATTENTION_FACTORS),
         ends=("<|end|>", "<|endoftext|>"),
     ),
@@ -249,7 +175,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     "smollm3": Architecture("SmolLM3ForCausalLM", interleaved=True),
     "glm4moe": Architecture(
         "Glm4MoeForCausalLM",
-        names={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias", **_NAMES_OF_NEXTN},
+        names={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
         sizes=_OF_DEEPSEEK,
         keys={
             "n_shared_experts": "expert_shared_count",
@@ -259,9 +185,9 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
             "routed_scaling_factor": "expert_weights_scale",
             "first_k_dense_replace": "leading_dense_block_count",
         },
-        derived=_glm4_moe,
+        derived=gguf_settings.glm4_moe,
         reads=("nextn_predict_layers",),
-        only={"expert_gating_func": (_SIGMOID,)},
+        only={"expert_gating_func": (SIGMOID,)},
         ends=("<|user|>", "<|observation|>", "<|endoftext|>"),
     ),
     "deepseek2": Architecture(
@@ -276,22 +202,21 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
             "attn_k_b": "self_attn.k_b_proj",
             "attn_v_b": "self_attn.v_b_proj",
             "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-            **_NAMES_OF_NEXTN,
         },
         sizes={**_OF_DEEPSEEK, "kv_lora_rank": "attention.kv_lora_rank"},
         keys={
             "n_shared_experts": "expert_shared_count",
             "first_k_dense_replace": "leading_dense_block_count",
         },
-        derived=_deepseek2,
+        derived=gguf_settings.deepseek2,
         reads=(
             "expert_group_count",
             "expert_weights_scale",
             "nextn_predict_layers",
-            _LOG_MULTIPLIER,
+            LOG_MULTIPLIER,
         ),
-        only={"expert_gating_func": (_SOFTMAX, _SIGMOID)},
-        scaled_rope=_deepseek_yarn,
+        only={"expert_gating_func": (SOFTMAX, SIGMOID)},
+        scaled_rope=gguf_settings.deepseek_yarn,
         head_size="rope.dimension_count",
     ),
     "minimax-m2": Architecture(
@@ -305,10 +230,10 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
             "num_experts_per_tok": "expert_used_count",
             "intermediate_size": "expert_feed_forward_length",
         },
-        only={"expert_gating_func": (_SIGMOID,)},
+        only={"expert_gating_func": (SIGMOID,)},
         ends=("[e~[",),
     ),
-    "seed_oss": Architecture("SeedOssForCausalLM", derived=_seed_oss),
+    "seed_oss": Architecture("SeedOssForCausalLM", derived=gguf_settings.seed_oss),
     "hunyuan-dense": Architecture(
         "HunYuanDenseV1ForCausalLM",
         names={
@@ -333,7 +258,8 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
 #: Values that mean nothing else, in files of all architectures that do not read them.
 _ONLY: Mapping[str, tuple[object, ...]] = {
     "attention.causal": (True,),
-    "expert_gating_func": (_SOFTMAX,),
+    "expert_gating_func": (SOFTMAX,),
+    "expert_weights_scale": (0.0, 1.0),
 }
 #: For operations that an architecture does not have; a file that sets one is refused by name.
 _REFUSED = (
@@ -342,13 +268,13 @@ _REFUSED = (
     "attention.clamp_kqv",
     "attention.max_alibi_bias",
     "attention.output_scale",
+    "attention.recurrent_layers",
     "attention.shared_kv_layers",
-    _QUERY_GROWTH,
+    QUERY_GROWTH,
     "expert_count",
     "expert_group_count",
     "expert_shared_count",
     "expert_shared_feed_forward_length",
-    "expert_weights_scale",
     "leading_dense_block_count",
     "nextn_predict_layers",
     "attn_logit_softcapping",
@@ -363,7 +289,7 @@ _REFUSED = (
     "rope.scale_linear",
     "rope.scaling.alpha",
     "rope.scaling.yarn_ext_factor",
-    _LOG_MULTIPLIER,
+    LOG_MULTIPLIER,
     *ATTENTION_FACTORS,
 )
 
@@ -403,5 +329,6 @@ def form_of(name: str, settings: Settings) -> Architecture:
                 "which is not implemented",
                 ANOTHER,
             )
-    require_values(settings, {**_ONLY, **architecture.only})
+    others = {key: values for key, values in _ONLY.items() if key not in architecture.known}
+    require_values(settings, {**others, **architecture.only})
     return architecture

@@ -7,22 +7,27 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
-import torch
+import numpy as np
 
 from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.io.files import open_regular
 from sametoken.layers.rotary import DEFAULT_THETA, LONGROPE
 from sametoken.models.base import ModelConfig
 from sametoken.models.load.gguf_architecture import HEAD_SIZE, Architecture
-from sametoken.models.load.gguf_architectures import ATTENTION_FACTORS, form_of
+from sametoken.models.load.gguf_architectures import form_of
 from sametoken.models.load.gguf_blocks import Blocks
 from sametoken.models.load.gguf_file import GGUFFile, read_gguf
+from sametoken.models.load.gguf_settings import ATTENTION_FACTORS
 from sametoken.models.load.gguf_source import (
     AGAIN,
     LONG_FACTORS,
     ROPE_FREQUENCIES,
     SHORT_FACTORS,
     GGUFSource,
+    dequantized,
+    module_layers,
     tensors_by_name,
+    turns_of,
 )
 from sametoken.models.load.huggingface import model_config
 from sametoken.models.load.settings import (
@@ -56,18 +61,22 @@ class GGUFCheckpoint:
                 "merge them with llama-gguf-split --merge",
             )
         name = str(self._file.metadata.get("general.architecture"))
-        settings = Settings(self._file.metadata, str(path), f"{name}.")
-        self._architecture = form_of(name, settings)
-        self.config = _model_config(self._file, settings, self._architecture)
+        self._settings = Settings(self._file.metadata, str(path), f"{name}.")
+        self._architecture = form_of(name, self._settings)
+        self.config = _model_config(self._file, self._settings, self._architecture)
 
     def blocks(self) -> Blocks:
         """The formats of matrices that stay in their bits."""
-        tensors = tensors_by_name(self._file, self._architecture)
-        return Blocks({name: tensor.type for name, tensor in tensors.items()})
+        layers = module_layers(self._settings, self.config)
+        tensors = tensors_by_name(self._file, self._architecture, layers)
+        turns = self._architecture.turns(self._settings)
+        # A block may hold columns of several heads.
+        moved = {name for name in tensors if (one := turns_of(turns, name)) and one.in_columns}
+        return Blocks({name: tensors[name].type for name in tensors if name not in moved})
 
     def open_tensors(self) -> GGUFSource:
         """The tensors of the file."""
-        return GGUFSource(self._file, self._architecture, self.config.head_dim)
+        return GGUFSource(self._file, self._architecture, self._settings, self.config)
 
 
 def _model_config(file: GGUFFile, settings: Settings, architecture: Architecture) -> ModelConfig:
@@ -86,7 +95,9 @@ def _model_config(file: GGUFFile, settings: Settings, architecture: Architecture
         "architectures": [architecture.name],
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
-        "intermediate_size": settings.integer("feed_forward_length"),
+        "intermediate_size": settings.integer(
+            "feed_forward_length", settings.get("expert_feed_forward_length")
+        ),
         "num_hidden_layers": settings.integer("block_count", most=MAX_LAYERS),
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
@@ -136,11 +147,11 @@ def _rope(file: GGUFFile, settings: Settings, architecture: Architecture) -> dic
             raise UnsupportedError(
                 f"{file.path} has both {ROPE_FREQUENCIES} and rope scaling {scaling!r}", ANOTHER
             )
-        divisors = _values(file, architecture, ROPE_FREQUENCIES)
+        divisors = _values(file, ROPE_FREQUENCIES)
         return rope | {"rope_type": "divided", "divisors": tuple(divisors)}
     if {LONG_FACTORS, SHORT_FACTORS} & file.tensors.keys():
-        rope["long_factor"] = _values(file, architecture, LONG_FACTORS)
-        rope["short_factor"] = _values(file, architecture, SHORT_FACTORS)
+        rope["long_factor"] = _values(file, LONG_FACTORS)
+        rope["short_factor"] = _values(file, SHORT_FACTORS)
         return rope | {"rope_type": LONGROPE} | _original(settings)
     if scaling == "none":
         return rope | {"rope_type": "default"}
@@ -164,12 +175,16 @@ def _original(settings: Settings) -> dict[str, int]:
     return {"original_max_position_embeddings": original}
 
 
-def _values(file: GGUFFile, architecture: Architecture, name: str) -> list[float]:
+def _values(file: GGUFFile, name: str) -> list[float]:
     """Those of a small vector in the file."""
     if name not in file.tensors or math.prod(file.tensors[name].shape) > MAX_HEAD_DIM:
         raise CheckpointError(f"{file.path}: {name} is missing or too large", AGAIN)
-    chunks = GGUFSource(file, architecture, MAX_HEAD_DIM).chunks(name)
-    values: list[float] = torch.cat(list(chunks)).flatten().tolist()
+    tensor = file.tensors[name]
+    with open_regular(file.path) as data:
+        data.seek(tensor.offset)
+        raw = np.fromfile(data, np.uint8, tensor.num_rows * tensor.row_bytes)
+    rows = raw.reshape(tensor.num_rows, tensor.row_bytes)
+    values: list[float] = dequantized(rows, tensor, str(file.path)).flatten().tolist()
     return values
 
 

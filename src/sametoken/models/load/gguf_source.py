@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -14,26 +14,35 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.io.files import open_regular
-from sametoken.models.load.gguf_architecture import EACH, Architecture
+from sametoken.models.base import ModelConfig
+from sametoken.models.load.gguf_architecture import EACH, Architecture, Turns
 from sametoken.models.load.gguf_file import GGUFFile, GGUFTensor
-from sametoken.models.load.settings import MAX_EXPERTS
+from sametoken.models.load.settings import MAX_EXPERTS, MAX_LAYERS, Settings
 from sametoken.models.load.sources import rows_per_chunk
 
 AGAIN = "download or convert the file again"
 #: Elements dequantized at once: few calls, and temporaries that stay in a core's cache.
 _AT_ONCE = 1 << 17
 _INTERLEAVED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d{1,9})\.")
 #: Tables of rope, which are settings: no model reads them.
 ROPE_FREQUENCIES = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-_ROPE_TABLES = (ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS)
-_OF_NORMS = "norm.weight"
+ROPE_TABLES = (ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS)
+_OF_NORMS, _OF_LINEAR = "norm.weight", ".linear_attn."
 #: Of matrices and biases of experts: three times those of the largest model.
 _MAX_OF_EXPERTS = 1 << 18
 
 
-def tensors_by_name(file: GGUFFile, architecture: Architecture) -> dict[str, GGUFTensor]:
+def tensors_by_name(
+    file: GGUFFile, architecture: Architecture, layers: range
+) -> dict[str, GGUFTensor]:
     """The tensors by their Hugging Face names, those of experts one by one.
+
+    Args:
+        file: the parsed header.
+        architecture: the file's.
+        layers: those of a module for more tokens, which no model reads.
 
     Raises:
         CheckpointError: a stack of experts is none, or of more than any model has.
@@ -41,13 +50,18 @@ def tensors_by_name(file: GGUFFile, architecture: Architecture) -> dict[str, GGU
     found: dict[str, GGUFTensor] = {}
     for own, tensor in file.tensors.items():
         name = architecture.hugging_face_name(own)
+        if (layer := _LAYER.match(own)) and int(layer[1]) in layers:
+            continue
         if EACH in name:
             experts = enumerate(_experts(file, tensor, most=_MAX_OF_EXPERTS - len(found)))
             found |= {name.replace(EACH, str(index)): one for index, one in experts}
-        elif name.endswith(architecture.of_one_row) and len(tensor.shape) == 1:
-            found[name] = replace(tensor, shape=(1, *tensor.shape))
-        else:
-            found[name] = tensor
+            continue
+        shape = list(tensor.shape)
+        axes = (axis for end, axis in architecture.missing_axes.items() if name.endswith(end))
+        for axis in axes:
+            if len(shape) == axis + 1:
+                shape.insert(axis, 1)
+        found[name] = replace(tensor, shape=tuple(shape))
     return found
 
 
@@ -71,18 +85,22 @@ class GGUFSource:
     Args:
         file: the parsed header.
         architecture: the file's.
-        head_dim: elements of a head, whose rows may be interleaved.
+        settings: the file's, by keys of the architecture.
+        config: made of them.
 
     Raises:
         CheckpointError: a stack of experts is impossible.
     """
 
-    def __init__(self, file: GGUFFile, architecture: Architecture, head_dim: int) -> None:
+    def __init__(
+        self, file: GGUFFile, architecture: Architecture, settings: Settings, config: ModelConfig
+    ) -> None:
         self.location = str(file.path)
         self._path = file.path
-        self._tensors = tensors_by_name(file, architecture)
-        self._names = dict.fromkeys(name for name in self._tensors if name not in _ROPE_TABLES)
-        self._architecture, self._head_dim = architecture, head_dim
+        self._tensors = tensors_by_name(file, architecture, module_layers(settings, config))
+        self._names = dict.fromkeys(name for name in self._tensors if name not in ROPE_TABLES)
+        self._architecture, self._head_dim = architecture, config.head_dim
+        self._turns = architecture.turns(settings)
 
     def names(self) -> Collection[str]:
         """Hugging Face names; tensors without one keep the file's names."""
@@ -94,15 +112,11 @@ class GGUFSource:
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         """fp32 rows in Hugging Face order."""
-        tensor = self._tensors[name]
-        added = self._architecture.added_to_norms if name.endswith(_OF_NORMS) else 0.0
-        for raw in self._rows(tensor):
-            values = _dequantized(raw, tensor, self.location)
-            values = values.flatten() if len(tensor.shape) == 1 else values
-            values = self._in_order(values - added if added else values, tensor)
-            yield (
-                values.unflatten(0, (-1, *tensor.shape[1:-1])) if len(tensor.shape) > 2 else values
-            )
+        tensor, columns = self._tensors[name], self._columns(name)
+        for raw in self._rows(name):
+            values = dequantized(raw, tensor, self.location).view(-1, *tensor.shape[1:])
+            values = self._in_order(values, tensor)
+            yield self._as_stored(name, values if columns is None else values[..., columns])
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """Bytes of blocks."""
@@ -110,9 +124,17 @@ class GGUFSource:
 
     def stored_chunks(self, name: str) -> Iterator[Tensor]:
         """Rows of a matrix in Hugging Face order, as bytes."""
-        tensor = self._tensors[name]
-        for raw in self._rows(tensor):
-            yield self._in_order(torch.from_numpy(raw), tensor)
+        for raw in self._rows(name):
+            yield self._in_order(torch.from_numpy(raw), self._tensors[name])
+
+    def _as_stored(self, name: str, values: Tensor) -> Tensor:
+        """Values as checkpoints of transformers have them."""
+        architecture = self._architecture
+        if name.endswith(architecture.negated_exponentials):
+            return (-values).log()
+        is_moved = name.endswith(_OF_NORMS) and not name.endswith(architecture.plain_norms)
+        added = architecture.added_to_norms if is_moved else 0.0
+        return values - added if added else values
 
     def _in_order(self, rows: Tensor, tensor: GGUFTensor) -> Tensor:
         head_dim = self._head_dim_of(tensor)
@@ -123,23 +145,54 @@ class GGUFSource:
         is_interleaved = self._architecture.interleaved and _INTERLEAVED.fullmatch(tensor.name)
         return self._head_dim if is_interleaved else None
 
-    def _rows(self, tensor: GGUFTensor) -> Iterator[np.ndarray]:
+    def _columns(self, name: str) -> Tensor | None:
+        """Where the columns of a matrix or elements of a vector are; None: in their order."""
+        turns = turns_of(self._turns, name)
+        if turns is None or not (turns.in_columns or len(self._tensors[name].shape) == 1):
+            return None
+        return torch.cat([torch.arange(first, first + count) for first, count in turns.runs()])
+
+    def _runs(self, name: str) -> list[tuple[int, int]]:
+        """First row in the file, and number of rows, of each run in Hugging Face order."""
+        turns = turns_of(self._turns, name)
+        if turns is None or self._columns(name) is not None:
+            return [(0, self._tensors[name].num_rows)]
+        return turns.runs()
+
+    def _rows(self, name: str) -> Iterator[np.ndarray]:
         """Bytes of whole rows, heads or matrices; read, as mapped pages count as memory."""
+        tensor = self._tensors[name]
         together = math.prod(tensor.shape[1:-1])
         step = rows_per_chunk(tensor.shape[-1], self._head_dim_of(tensor) or together)
         with open_regular(self._path) as file:
-            file.seek(tensor.offset)
-            for first in range(0, tensor.num_rows, step):
-                rows = min(step, tensor.num_rows - first)
-                raw = np.fromfile(file, np.uint8, rows * tensor.row_bytes)
-                if raw.size < rows * tensor.row_bytes:
-                    raise CheckpointError(
-                        f"{self.location} ends inside tensor {tensor.name}", AGAIN
-                    )
-                yield raw.reshape(rows, tensor.row_bytes)
+            for start, count in self._runs(name):
+                file.seek(tensor.offset + start * tensor.row_bytes)
+                for first in range(0, count, step):
+                    rows = min(step, count - first)
+                    raw = np.fromfile(file, np.uint8, rows * tensor.row_bytes)
+                    if raw.size < rows * tensor.row_bytes:
+                        raise CheckpointError(
+                            f"{self.location} ends inside tensor {tensor.name}", AGAIN
+                        )
+                    yield raw.reshape(rows, tensor.row_bytes)
 
 
-def _dequantized(raw: np.ndarray, tensor: GGUFTensor, location: str) -> Tensor:
+def turns_of(turns: Mapping[str, Turns], name: str) -> Turns | None:
+    """Those of the tensor of a name."""
+    return turns.get(name.rpartition(_OF_LINEAR)[2])
+
+
+def module_layers(settings: Settings, config: ModelConfig) -> range:
+    """The layers of a module for more tokens, past the model's own."""
+    return range(config.num_layers, settings.integer("block_count", most=MAX_LAYERS))
+
+
+def dequantized(raw: np.ndarray, tensor: GGUFTensor, location: str) -> Tensor:
+    """Rows of bytes to rows of fp32.
+
+    Raises:
+        UnsupportedError: of a type that is no float in blocks.
+    """
     try:
         with np.errstate(all="ignore"):
             groups = np.array_split(raw, max(len(raw) * tensor.shape[-1] // _AT_ONCE, 1))

@@ -160,6 +160,18 @@ def test_experts_in_their_bits_have_the_logits_of_the_reference_s_products(tmp_p
     assert torch.equal(*(Bench(model).logits(PROMPT, [3]) for model in models))
 
 
+@pytest.mark.parametrize("name", ["Q4_1", "Q8_0"])
+def test_heads_of_values_by_turns_are_brought_to_their_order_in_their_bits(tmp_path, name):
+    """Rows are; columns, which a block may have of several heads, are expanded."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "linear_value_head_dim": 16}
+    tensor_type = GGMLQuantizationType[name]
+    _, path = write_family_gguf(tmp_path / "model", "qwen35", tensor_type=tensor_type, **sizes)
+    kept, plain = (load(path, one, ReferenceKernels()) for one in ("gguf-packed", "gguf"))
+    assert torch.equal(*(Bench(model).logits(PROMPT, [3]) for model in (kept, plain)))
+    native_bytes = [load(path, one).weights_bytes for one in ("gguf-packed", "gguf")]
+    assert native_bytes[0] < 0.55 * native_bytes[1]
+
+
 def test_experts_in_mxfp4_have_the_logits_of_the_expanded_ones(tmp_path):
     """Elements are exact, and activations are not rounded."""
     path = write_experts(tmp_path, "gpt-oss", "MXFP4")

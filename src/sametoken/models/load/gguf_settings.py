@@ -1,0 +1,159 @@
+"""Settings of a GGUF file that follow from several keys, or from its tensors' names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from reprlib import repr as short
+from typing import Any
+
+from sametoken.errors import UnsupportedError
+from sametoken.models.layer_types import FULL, SLIDING, full_every
+from sametoken.models.load.gguf_architecture import Turns
+from sametoken.models.load.settings import COMPARE, MAX_LAYERS, Settings
+
+WINDOW = "attention.sliding_window"
+PATTERN = "attention.sliding_window_pattern"
+#: Factors on cos and sin of a scaled rope, by the converters of the time.
+ATTENTION_FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
+QUERY_GROWTH, LOG_MULTIPLIER = "attention.temperature_scale", "rope.scaling.yarn_log_multiplier"
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
+
+
+def _windows(settings: Settings, every: int) -> dict[str, Any]:
+    """The window, and the layers that have it: all but each ``every``-th, if no pattern is given.
+
+    Raises:
+        UnsupportedError: the pattern is neither a period nor one switch for each layer.
+    """
+    num_layers = settings.integer("block_count", most=MAX_LAYERS)
+    if not settings.get(WINDOW):
+        return {"sliding_window": None, "layer_types": [FULL] * num_layers}
+    pattern = settings.get(PATTERN, every)
+    if isinstance(pattern, list) and set(pattern) <= {False, True}:
+        types = [SLIDING if has_window else FULL for has_window in pattern]
+    elif isinstance(pattern, int) and pattern > 0:
+        types = full_every(pattern, num_layers)
+    else:
+        raise UnsupportedError(
+            f"{settings.location}: {settings.prefix}{PATTERN}={short(pattern)} is not supported",
+            COMPARE,
+        )
+    return {"sliding_window": settings.positions(WINDOW), "layer_types": types}
+
+
+def gemma3(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+    """Windows in five layers of six; only the model of 62 layers has a scale of its own."""
+    hidden, heads = settings.integer("embedding_length"), settings.integer("attention.head_count")
+    head_dim = settings.integer("attention.key_length", max(hidden // heads, 1))
+    is_27b = settings.get("block_count") == 62
+    scale = {"query_pre_attn_scalar": hidden // heads if is_27b else head_dim}
+    return scale | _windows(settings, 6)
+
+
+def gpt_oss(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+    """A window in the first of two layers."""
+    return _windows(settings, 2)
+
+
+def open_yarn(settings: Settings) -> dict[str, Any]:
+    """The borders of gpt-oss's ramp are not rounded."""
+    return {"truncate": False}
+
+
+def olmo3(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+    """Windows in three layers of four."""
+    return _windows(settings, 4)
+
+
+def phi3(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+    """Of Phi-4, which has no window, the converter writes one of 0."""
+    return {"sliding_window": settings.get(WINDOW) or None}
+
+
+def mistral3(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+    """Ministral 3 where queries grow with their position, else Mistral Small 3."""
+    name = "Ministral3ForCausalLM" if settings.get(QUERY_GROWTH) else "MistralForCausalLM"
+    return {"architectures": [name], "sliding_window": None}
+
+
+def ministral_yarn(settings: Settings) -> dict[str, Any]:
+    """The multiplier is ``mscale_all_dim``, which ``mscale`` is too in what it was made of."""
+    mscale = settings.get(LOG_MULTIPLIER)
+    growth = {"llama_4_scaling_beta": settings.get(QUERY_GROWTH)}
+    return growth | ({"mscale": mscale, "mscale_all_dim": mscale} if mscale else {})
+
+
+def deepseek2(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+    """V3 behind a sigmoid router, else V2.
+
+    Sizes of a head are those of the model, or in newer files, where ``key_length`` is that of a
+    latent, have keys of their own. Files without groups run without them.
+    """
+    is_new = settings.get("attention.key_length_mla")
+    ending = "_mla" if is_new else ""
+    key, value = (settings.integer(f"attention.{one}_length{ending}") for one in ("key", "value"))
+    rope, groups = settings.integer("rope.dimension_count"), settings.get("expert_group_count", 1)
+    is_v3 = settings.get("expert_gating_func") == SIGMOID
+    return {
+        "architectures": [f"Deepseek{'V3' if is_v3 else 'V2'}ForCausalLM"],
+        "num_key_value_heads": settings.integer("attention.head_count"),
+        "q_lora_rank": settings.get("attention.q_lora_rank"),
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": key - rope,
+        "v_head_dim": value,
+        "n_group": groups,
+        "topk_group": settings.get("expert_group_used_count", groups),
+        "topk_method": "greedy" if groups == 1 else "group_limited_greedy",
+        "norm_topk_prob": settings.switch("expert_weights_norm"),
+        "routed_scaling_factor": settings.get("expert_weights_scale", 1.0),
+        **_layers(settings),
+    }
+
+
+def deepseek_yarn(settings: Settings) -> dict[str, Any]:
+    """The multiplier is a tenth of ``mscale_all_dim``, which llama.cpp takes ``mscale`` to be."""
+    tenth = settings.get(LOG_MULTIPLIER)
+    mscale = round(10 * settings.number(LOG_MULTIPLIER), 6) if tenth else None
+    return {"mscale": mscale, "mscale_all_dim": mscale} if mscale else {}
+
+
+def seed_oss(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+    """A bias on the output where the file has one."""
+    return {"attention_out_bias": "blk.0.attn_output.bias" in tensors}
+
+
+def _layers(settings: Settings) -> dict[str, Any]:
+    """``block_count`` counts the layers of a NextN module too."""
+    key = "nextn_predict_layers"
+    num_modules = settings.integer(key) if settings.get(key) else 0
+    num_layers = settings.integer("block_count", most=MAX_LAYERS) - num_modules
+    return {"num_hidden_layers": num_layers, "num_nextn_predict_layers": num_modules}
+
+
+def _value_size(settings: Settings) -> int:
+    return settings.integer("ssm.inner_size") // settings.integer("ssm.time_step_rank")
+
+
+def gated_delta_net(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+    """The size of a head of values."""
+    return {"linear_value_head_dim": _value_size(settings), **_layers(settings)}
+
+
+def value_heads(settings: Settings) -> dict[str, Turns]:
+    """Qwen3.5's, which llama.cpp meets with heads of keys that are repeated as a whole."""
+    num_keys, size = settings.integer("ssm.group_count"), _value_size(settings)
+    ratio = settings.integer("ssm.time_step_rank") // num_keys
+    rows = Turns(2 * num_keys * settings.integer("ssm.state_size"), num_keys, ratio, size)
+    by_head = rows._replace(first=0, size=1)
+    return {
+        "in_proj_qkv.weight": rows,
+        "conv1d.weight": rows,
+        "in_proj_z.weight": rows._replace(first=0),
+        "out_proj.weight": rows._replace(first=0, in_columns=True),
+        **dict.fromkeys(("in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias"), by_head),
+    }
+
+
+def glm4_moe(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+    """Norms of q and k where the file has them."""
+    return {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors, **_layers(settings)}

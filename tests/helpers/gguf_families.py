@@ -14,7 +14,7 @@ from gguf.quants import quantize
 from safetensors.torch import load_file
 
 from helpers.checkpoints import write_checkpoint
-from helpers.families import write_family
+from helpers.families import GEMMA_4, write_family
 from helpers.gguf_files import F32, interleaved
 from helpers.hybrids import EXPERTS, FULL, LINEAR, hybrid_config, hybrid_tensors, without_mtp
 from helpers.latents import LATENTS, YARN, write_latent
@@ -48,6 +48,20 @@ FAMILIES = {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             },
+        },
+    ),
+    "gemma4": ("gemma4", {}),
+    "gemma4-small": (
+        "gemma4",
+        {
+            "attention_k_eq_v": False,
+            "num_global_key_value_heads": None,
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": False,
+            "num_experts": None,
+            "top_k_experts": None,
         },
     ),
     "gpt-oss": ("gpt_oss", {"swiglu_limit": 7.0}),
@@ -107,17 +121,23 @@ FAMILIES = {
     "ernie4_5": ("ernie4_5", {}),
     "ernie4_5-moe": ("ernie4_5_moe", {"moe_num_shared_experts": 1}),
 }
-_NAMES = {"olmo3": "olmo2", "deepseek2-lite": "deepseek2"}
+_NAMES = {"gemma4-small": "gemma4", "olmo3": "olmo2", "deepseek2-lite": "deepseek2"}
 _HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
 _CENTRED = ("gemma3", *_HYBRIDS)
 _INTERLEAVED = ("llama", "granite", "smollm3", "mistral3")
+#: Of Gemma 4's router.
+_OF_ROUTER = {
+    "scale": "ffn_gate_inp.scale",
+    "per_expert_scale": "ffn_down_exps.scale",
+}
 #: Tensors that the converter calls otherwise before it looks up their names.
 _RENAMED = (
     (r"self_attn\.sinks$", "self_attn.sinks.weight"),
+    (r"layer_scalar$", "layer_scalar.weight"),
     (r"\.dt_bias$", ".dt_proj.bias"),
     (r"_proj_bias$", "_proj.bias"),
     (r"e_score_correction_bias$", "e_score_correction.bias"),
-    (r"(experts\.w\d|experts\.(?:gate|up|down)_proj)$", r"\1.weight"),
+    (r"(experts\.w\d|experts\.(?:gate|up|down|gate_up)_proj)$", r"\1.weight"),
 )
 
 
@@ -132,7 +152,9 @@ def write_family_gguf(
         write = write_latent if family in LATENTS else write_family
         write(directory, family, **own | changes)
     config = json.loads((directory / "config.json").read_text())
-    config = config.get("text_config", config)
+    # transformers writes some of Gemma 4's sizes by layer, which the converter reads as they were.
+    sizes = GEMMA_4 | own if family == "gemma4" else {}
+    config = sizes | config.get("text_config", config)
     name = _NAMES.get(arch, arch)
     path = directory.with_suffix(".gguf")
     writer = GGUFWriter(path, name)
@@ -175,20 +197,23 @@ def _add_settings(writer, arch, config):
     writer.add_block_count(config["num_hidden_layers"] + (modules if arch == "glm4moe" else 0))
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(1 if arch == "deepseek2" else config["num_key_value_heads"])
+    if arch != "gemma4":
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_head_count_kv(1 if arch == "deepseek2" else config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope["rope_theta"])
     _add_rope_scaling(writer, config, rope)
     if arch == "deepseek2":
         _add_latent_sizes(writer, config, rope)
+    elif arch == "gemma4":
+        _add_sizes_by_layer(writer, config)
     elif config.get("head_dim") and arch not in ("granite", "phi3"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if local := ropes.get("sliding_attention"):
         writer.add_rope_freq_base_swa(local["rope_theta"])
-    if arch in _INTERLEAVED or "partial_rotary_factor" in rope:
+    if arch in _INTERLEAVED or ("partial_rotary_factor" in rope and arch != "gemma4"):
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     if arch == "mistral3":
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
@@ -202,6 +227,27 @@ def _add_settings(writer, arch, config):
         writer.add_ssm_inner_size(config["linear_value_head_dim"] * heads)
         writer.add_full_attention_interval(config["full_attention_interval"])
     _add_optional(writer, arch, config)
+
+
+def _add_sizes_by_layer(writer, config):
+    """Of Gemma 4."""
+    types, size = config["layer_types"], config["intermediate_size"]
+    pattern = [kind == "sliding_attention" for kind in types]
+    own = len(types) - config["num_kv_shared_layers"]
+    kv_heads = config["num_global_key_value_heads"], config["num_key_value_heads"]
+    each = [kv_heads[has_window] for has_window in pattern]
+    writer.add_head_count_kv(kv_heads[1] if None in kv_heads else each)
+    sizes = [size * (1 + (index >= own)) for index in range(len(types))]
+    writer.add_feed_forward_length(sizes if config["use_double_wide_mlp"] else size)
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_sliding_window_pattern(pattern)
+    writer.add_key_length(config["global_head_dim"])
+    writer.add_value_length(config["global_head_dim"])
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    writer.add_rope_dimension_count(config["global_head_dim"])
+    writer.add_rope_dimension_count_swa(config["head_dim"])
 
 
 def _add_latent_sizes(writer, config, rope):
@@ -245,7 +291,7 @@ def _add_optional(writer, arch, config):
     sliding = "sliding_attention" in (config.get("layer_types") or ()) or arch == "phi3"
     added = {
         writer.add_expert_count: ("num_local_experts", "num_experts", "n_routed_experts"),
-        writer.add_expert_used_count: ("num_experts_per_tok", "moe_k"),
+        writer.add_expert_used_count: ("num_experts_per_tok", "moe_k", "top_k_experts"),
         writer.add_expert_group_count: ("n_group",),
         writer.add_expert_group_used_count: ("topk_group",),
         writer.add_expert_weights_scale: ("routed_scaling_factor",),
@@ -290,8 +336,14 @@ def _tensors(arch, config, stored):
     plain = {name.replace(".language_model.", "."): data for name, data in stored.items()}
     for name, data in _stacked(plain).items():
         for part, values in _parts(arch, name, data, config):
-            new_name = names.get_name(_renamed(part), try_suffixes=(".weight", ".bias"))
-            yield new_name, _reordered(arch, part, values, heads).squeeze()
+            yield (
+                _new_name(names, part),
+                torch.atleast_1d(_reordered(arch, part, values, heads).squeeze()),
+            )
+    if arch == "gemma4":
+        size = config["global_head_dim"] // 2
+        rotated = int(size * config["rope_parameters"]["full_attention"]["partial_rotary_factor"])
+        yield "rope_freqs.weight", torch.tensor([1.0] * rotated + [1e30] * (size - rotated))
     for kind in ("long", "short"):
         if factors := config.get("rope_parameters", {}).get(f"{kind}_factor"):
             yield f"rope_factors_{kind}.weight", torch.tensor(factors)
@@ -311,10 +363,13 @@ def _stacked(stored):
     return found
 
 
-def _renamed(name):
+def _new_name(names, name):
+    before, _, end = name.partition(".router.")
+    if end in _OF_ROUTER:
+        return f"blk.{before.split('.')[-1]}.{_OF_ROUTER[end]}"
     for pattern, new in _RENAMED:
         name = re.sub(pattern, new, name)
-    return name
+    return names.get_name(name, try_suffixes=(".weight", ".bias"))
 
 
 def _reordered(arch, name, values, heads):
@@ -345,7 +400,7 @@ def _parts(arch, name, data, config):
             yield name.replace("gate_up_proj", "gate_proj"), data[:, ::2]
             yield name.replace("gate_up_proj", "up_proj"), data[:, 1::2]
             return
-    elif "experts.gate_up_proj" in name:
+    elif "experts.gate_up_proj" in name and arch != "gemma4":
         gate, up = data.chunk(2, dim=1)
         yield name.replace("gate_up_proj", "gate_proj"), gate
         yield name.replace("gate_up_proj", "up_proj"), up

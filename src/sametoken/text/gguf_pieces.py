@@ -1,7 +1,8 @@
-"""A SentencePiece vocabulary of a GGUF file: pieces, and a score for each.
+"""A SentencePiece vocabulary of a GGUF file: pieces, and a score for each, or merges.
 
 The two neighbours become one whose piece has the highest score, the first of equals, until none is
 left; what is no piece becomes bytes. Merges by rank say the same: a pair has the rank of its piece.
+Gemma 4's files have them.
 """
 
 from __future__ import annotations
@@ -19,32 +20,33 @@ _LONGEST = 256
 _CONTROL, _USER_DEFINED = 3, 4
 
 
-def sentencepiece_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
+def sentencepiece_tokenizer(metadata: dict[str, Any], *, has_merges: bool) -> Tokenizer:
     """The tokenizer of such a vocabulary, without its special tokens.
 
+    Args:
+        metadata: the file's.
+        has_merges: whether merges are told; then no space comes before a text, unless told too.
+
     Raises:
-        CheckpointError: a piece has no score, or is too long.
+        CheckpointError: there are no merges, a piece has no score, or is too long.
     """
-    tokens, scores = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or not tokens or len(scores) != len(tokens):
-        raise CheckpointError(
-            "the GGUF file holds no vocabulary, or not one score for each of its tokens",
-            "convert it again",
-        )
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not tokens:
+        raise CheckpointError("the GGUF file holds no vocabulary", "convert it again")
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    made = (
-        (token, score)
-        for token, score, kind in zip(tokens, scores, kinds, strict=False)
-        if kind not in (_CONTROL, _USER_DEFINED)
-    )
-    pairs = _pairs(sorted(made, key=lambda one: -one[1]), vocabulary)
+    merges = metadata.get("tokenizer.ggml.merges")
+    if has_merges:
+        if merges is None:
+            raise CheckpointError("the GGUF file holds no merges", "convert it again")
+        pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    else:
+        pairs = _pairs(_by_score(metadata, tokens), vocabulary)
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     model = models.BPE(
         vocabulary, pairs, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True
     )
     tokenizer = Tokenizer(model)
-    begins = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    begins = metadata.get("tokenizer.ggml.add_space_prefix", not has_merges)
     replaced = normalizers.Replace(" ", SPACE)
     prepended = [normalizers.Prepend(SPACE)] if begins else []
     tokenizer.normalizer = normalizers.Sequence([*prepended, replaced])
@@ -54,10 +56,26 @@ def sentencepiece_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def _pairs(pieces: list[tuple[str, float]], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+def _by_score(metadata: dict[str, Any], tokens: list[str]) -> list[str]:
+    """Pieces that are made of others, the highest score first."""
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise CheckpointError(
+            "the GGUF file has not one score for each of its tokens", "convert it again"
+        )
+    kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    made = [
+        (score, token)
+        for token, score, kind in zip(tokens, scores, kinds, strict=False)
+        if kind not in (_CONTROL, _USER_DEFINED)
+    ]
+    return [token for _, token in sorted(made, key=lambda one: -one[0])]
+
+
+def _pairs(pieces: list[str], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     """All pairs of pieces that are one, in the order in which they become it."""
     pairs = []
-    for piece, _ in pieces:
+    for piece in pieces:
         if len(piece) > _LONGEST:
             raise CheckpointError(
                 f"a token of the GGUF file has {len(piece)} characters, more than {_LONGEST}",

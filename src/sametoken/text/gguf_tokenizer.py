@@ -15,7 +15,8 @@ from tokenizers import pre_tokenizers as pre
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.text.gguf_pieces import sentencepiece_tokenizer
 
-_PIECES = "llama"
+#: SentencePiece's, by scores, and by merges.
+_PIECES, _MERGED_PIECES = "llama", "gemma4"
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _STRIP_NOT = ("<unk>", "<s>", "<|endoftext|>")
 
@@ -67,7 +68,7 @@ def build_gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
         UnsupportedError: another kind of tokenizer, or an unknown pre-tokenizer.
     """
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    if kind not in ("gpt2", _PIECES):
+    if kind not in ("gpt2", _PIECES, _MERGED_PIECES):
         raise UnsupportedError(
             f"GGUF tokenizer model {kind!r} is not supported",
             "give a Hugging Face tokenizer directory as tokenizer",
@@ -77,13 +78,14 @@ def build_gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
             f"GGUF pre-tokenizer {split!r} is not supported (known: {', '.join(_PRE_TOKENIZERS)})",
             "give a Hugging Face tokenizer directory as tokenizer",
         )
-    in_pieces = kind == _PIECES
-    tokenizer = (
-        sentencepiece_tokenizer(metadata) if in_pieces else _byte_level(metadata, str(split))
-    )
+    in_pieces = kind != "gpt2"
+    if in_pieces:
+        tokenizer = sentencepiece_tokenizer(metadata, has_merges=kind == _MERGED_PIECES)
+    else:
+        tokenizer = _byte_level(metadata, str(split))
     _add_special_tokens(tokenizer, metadata)
     tokens = metadata["tokenizer.ggml.tokens"]
-    bos_id = metadata.get("tokenizer.ggml.bos_token_id", 1 if in_pieces else None)
+    bos_id = metadata.get("tokenizer.ggml.bos_token_id", 1 if kind == _PIECES else None)
     # Converters may leave the key out, and llama.cpp then begins these texts with the token.
     begins = in_pieces or split in _WHOLE_WORDS
     if metadata.get("tokenizer.ggml.add_bos_token", begins) and bos_id is not None:

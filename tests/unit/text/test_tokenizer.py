@@ -290,6 +290,17 @@ def test_texts_of_a_sentencepiece_vocabulary_begin_with_a_token_unless_told_othe
     assert build_gguf_tokenizer(metadata).encode("a").tokens == ["<s>", "▁", "a"]
 
 
+def test_pieces_of_gemma_4_are_merged_in_the_order_that_its_file_tells():
+    changes = {"model": "gemma4", "merges": ["b c", "a b"], "scores": None}
+    changes = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+    built = build_gguf_tokenizer(pieces_metadata(["ab", "bc"], **changes))
+    assert built.encode("abc ab").tokens == ["a", "bc", "▁", "ab"]
+    assert built.decode(built.encode("abc ab").ids) == "abc ab"
+    del changes["tokenizer.ggml.merges"]
+    with pytest.raises(CheckpointError, match="holds no merges"):
+        build_gguf_tokenizer(pieces_metadata(["ab", "bc"], **changes))
+
+
 @pytest.mark.parametrize(("architecture", "strips"), [("phi3", True), ("llama", False)])
 def test_marks_of_phi_3_take_the_spaces_behind_them(architecture, strips):
     metadata = pieces_metadata(**{"general.architecture": architecture})

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from sametoken.models.load.gguf_file import GGUFTensor
 from sametoken.models.load.settings import Settings
 
 HEAD_SIZE = "attention.key_length"
 #: Stands for an expert's number where a tensor of the file holds those of all.
 EACH = "*"
+#: An expert's gate above its up.
+GATE_UP = f"{EACH}.gate_up_proj"
 
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>[\w.]+?)(?:\.(?P<ending>weight|bias))?")
 _NAMES: Mapping[str, str] = {
@@ -32,6 +35,7 @@ _NAMES: Mapping[str, str] = {
     "ffn_down": "mlp.down_proj",
     "post_ffw_norm": "post_feedforward_layernorm",
     "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_up_exps": f"mlp.experts.{GATE_UP}",
     "ffn_gate_exps": f"mlp.experts.{EACH}.gate_proj",
     "ffn_up_exps": f"mlp.experts.{EACH}.up_proj",
     "ffn_down_exps": f"mlp.experts.{EACH}.down_proj",
@@ -44,7 +48,7 @@ _NAMES: Mapping[str, str] = {
 _ENDS = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
 
 
-def _nothing(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+def _nothing(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
     return {}
 
 
@@ -98,10 +102,11 @@ class Architecture:
         sizes: counts without which there is no model, by their keys in config.json.
         keys: other settings, by their keys in config.json; an absent one keeps the class's default.
         values: settings of all files of the architecture.
-        derived: settings that follow from several keys, or from the names of tensors.
+        derived: settings that follow from several keys, or from the tensors that there are.
         reads: the keys that ``derived`` reads.
         only: keys with the values that mean nothing else.
         scaled_rope: settings of a scaled rope beside those of all.
+        by_layer: keys that may have a number for each layer.
         head_size: the key with the elements of a head that the model's class counts.
         ends: tokens at which a text, a turn or a message ends, beside those of all.
         forms: the architecture of files that set a key.
@@ -118,10 +123,11 @@ class Architecture:
     sizes: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
-    derived: Callable[[Settings, Collection[str]], dict[str, Any]] = _nothing
+    derived: Callable[[Settings, Mapping[str, GGUFTensor]], dict[str, Any]] = _nothing
     reads: tuple[str, ...] = ()
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     scaled_rope: Callable[[Settings], dict[str, Any]] = _no_settings
+    by_layer: tuple[str, ...] = ()
     head_size: str = HEAD_SIZE
     ends: tuple[str, ...] = ()
     forms: Mapping[str, Architecture] = field(default_factory=dict)
@@ -141,12 +147,12 @@ class Architecture:
         found = (form for key, form in self.forms.items() if settings.get(key))
         return next(found, self)
 
-    def config(self, settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+    def config(self, settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
         """What config.json has beside the keys of all architectures.
 
         Args:
             settings: the file's.
-            tensors: names in the file.
+            tensors: by name in the file.
 
         Raises:
             CheckpointError: a key is missing or impossible.
@@ -156,6 +162,18 @@ class Architecture:
         given = {key: settings.get(own) for key, own in self.keys.items()}
         given = {key: value for key, value in given.items() if value is not None}
         return {**self.values, **sizes, **given, **self.derived(settings, tensors)}
+
+    def size(self, settings: Settings, key: str, default: int | None = None) -> int:
+        """A count of the model; of one for each layer, where there may be, the largest.
+
+        Raises:
+            CheckpointError: it is missing or impossible.
+        """
+        value = settings.get(key, default)
+        if key in self.by_layer and isinstance(value, list) and value:
+            each = (replace(settings, values={settings.prefix + key: one}) for one in value)
+            return max(one.integer(key) for one in each)
+        return settings.integer(key, default)
 
     def hugging_face_name(self, name: str) -> str:
         """A tensor's name in checkpoints of transformers; one that has none keeps its own."""

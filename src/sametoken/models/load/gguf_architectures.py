@@ -12,13 +12,16 @@ from reprlib import repr as short
 
 from sametoken.errors import UnsupportedError
 from sametoken.models.load import gguf_settings
-from sametoken.models.load.gguf_architecture import EACH, Architecture
+from sametoken.models.load.gguf_architecture import EACH, GATE_UP, Architecture
 from sametoken.models.load.gguf_settings import (
     ATTENTION_FACTORS,
+    FEED_FORWARD,
+    KV_HEADS,
     LOG_MULTIPLIER,
     PATTERN,
     QUERY_GROWTH,
     SIGMOID,
+    SIZE_IN_WINDOWS,
     SOFTMAX,
     SOFTMAX_OF_CHOSEN,
     WINDOW,
@@ -136,6 +139,40 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
         derived=gguf_settings.gemma3,
         reads=(WINDOW, PATTERN),
         ends=("<end_of_turn>",),
+    ),
+    "gemma4": Architecture(
+        "Gemma4ForCausalLM",
+        names={
+            "ffn_norm": "pre_feedforward_layernorm",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "layer_output_scale.weight": "layer_scalar",
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            "ffn_gate_up_exps": f"experts.{GATE_UP}",
+            "ffn_gate_exps": f"experts.{EACH}.gate_proj",
+            "ffn_up_exps": f"experts.{EACH}.up_proj",
+            "ffn_down_exps": f"experts.{EACH}.down_proj",
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        keys={
+            "final_logit_softcapping": "final_logit_softcapping",
+            "num_experts": "expert_count",
+            "top_k_experts": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
+        derived=gguf_settings.gemma4,
+        reads=(WINDOW, PATTERN, "attention.shared_kv_layers", "rope.freq_base_swa"),
+        by_layer=(KV_HEADS, FEED_FORWARD),
+        head_size=SIZE_IN_WINDOWS,
+        ends=("<turn|>", "<eos>", "<|tool_response>"),
     ),
     "gpt-oss": Architecture(
         "GptOssForCausalLM",

@@ -83,7 +83,7 @@ def _model_config(file: GGUFFile, settings: Settings, architecture: Architecture
     """The architecture, by way of a config.json in transformers' form."""
     hidden_size = settings.integer("embedding_length")
     num_heads = settings.integer("attention.head_count")
-    num_kv_heads = settings.integer("attention.head_count_kv", num_heads)
+    num_kv_heads = architecture.size(settings, "attention.head_count_kv", num_heads)
     head_dim = settings.integer(architecture.head_size, max(hidden_size // num_heads, 1))
     require_head_counts(num_heads, num_kv_heads, head_dim, settings.location)
     vocabulary = Settings(file.metadata, settings.location, "tokenizer.ggml.")
@@ -95,8 +95,8 @@ def _model_config(file: GGUFFile, settings: Settings, architecture: Architecture
         "architectures": [architecture.name],
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
-        "intermediate_size": settings.integer(
-            "feed_forward_length", settings.get("expert_feed_forward_length")
+        "intermediate_size": architecture.size(
+            settings, "feed_forward_length", settings.get("expert_feed_forward_length")
         ),
         "num_hidden_layers": settings.integer("block_count", most=MAX_LAYERS),
         "num_attention_heads": num_heads,
@@ -113,7 +113,7 @@ def _model_config(file: GGUFFile, settings: Settings, architecture: Architecture
         "bos_token_id": next(iter(vocabulary.token_ids("bos_token_id", vocab_size)), None),
         "dtype": _DTYPES.get(str(file.metadata.get("general.file_type")), "bfloat16"),
     }
-    own = architecture.config(settings, file.tensors.keys())
+    own = architecture.config(settings, file.tensors)
     return model_config(Settings(config | own, settings.location))
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from reprlib import repr as short
 from typing import Any
 
 from sametoken.errors import UnsupportedError
+from sametoken.layers.rotary import DEFAULT_THETA
 from sametoken.models.layer_types import FULL, SLIDING, full_every
 from sametoken.models.load.gguf_architecture import Turns
-from sametoken.models.load.settings import COMPARE, MAX_LAYERS, Settings
+from sametoken.models.load.gguf_file import GGUFTensor
+from sametoken.models.load.settings import COMPARE, MAX_LAYERS, Settings, require_values
 
 WINDOW = "attention.sliding_window"
 PATTERN = "attention.sliding_window_pattern"
@@ -41,7 +43,7 @@ def _windows(settings: Settings, every: int) -> dict[str, Any]:
     return {"sliding_window": settings.positions(WINDOW), "layer_types": types}
 
 
-def gemma3(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+def gemma3(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
     """Windows in five layers of six; only the model of 62 layers has a scale of its own."""
     hidden, heads = settings.integer("embedding_length"), settings.integer("attention.head_count")
     head_dim = settings.integer("attention.key_length", max(hidden // heads, 1))
@@ -50,7 +52,45 @@ def gemma3(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
     return scale | _windows(settings, 6)
 
 
-def gpt_oss(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+#: Of heads with a window, where others have another size.
+SIZE_IN_WINDOWS = "attention.key_length_swa"
+KV_HEADS, FEED_FORWARD = "attention.head_count_kv", "feed_forward_length"
+PER_LAYER = "per_layer_token_embd.weight"
+
+
+def gemma4(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
+    """Layers that see all differ from those with a window; those without values take keys.
+
+    Raises:
+        UnsupportedError: layers with a window rotate a part of a head.
+    """
+    require_values(settings, {"rope.dimension_count_swa": (settings.get(SIZE_IN_WINDOWS),)})
+    own = _windows(settings, 6)
+    types, sizes = own["layer_types"], settings.get(FEED_FORWARD)
+    heads = settings.get(KV_HEADS)
+    heads = heads if isinstance(heads, list) else [heads] * len(types)
+    by_type = dict(zip(types, heads, strict=False))
+    shared = "attention.shared_kv_layers"
+    num_shared = settings.integer(shared) if settings.get(shared) else 0
+    full = [index for index, kind in enumerate(types[: len(types) - num_shared]) if kind == FULL]
+    theta = settings.number("rope.freq_base_swa", DEFAULT_THETA)
+    return own | {
+        "num_key_value_heads": by_type.get(SLIDING, by_type.get(FULL)),
+        "num_global_key_value_heads": by_type.get(FULL),
+        "global_head_dim": settings.integer("attention.key_length"),
+        "attention_k_eq_v": any(f"blk.{index}.attn_v.weight" not in tensors for index in full),
+        "num_kv_shared_layers": num_shared,
+        "intermediate_size": min(sizes) if isinstance(sizes, list) else sizes,
+        "use_double_wide_mlp": isinstance(sizes, list) and max(sizes) > min(sizes),
+        "hidden_size_per_layer_input": settings.get("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": tensors[PER_LAYER].shape[0] if PER_LAYER in tensors else None,
+        "enable_moe_block": bool(settings.get("expert_count")),
+        # That of layers that see all is the file's table of divisors.
+        "rope_parameters": {FULL: {}, SLIDING: {"rope_type": "default", "rope_theta": theta}},
+    }
+
+
+def gpt_oss(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
     """A window in the first of two layers."""
     return _windows(settings, 2)
 
@@ -60,17 +100,17 @@ def open_yarn(settings: Settings) -> dict[str, Any]:
     return {"truncate": False}
 
 
-def olmo3(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+def olmo3(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
     """Windows in three layers of four."""
     return _windows(settings, 4)
 
 
-def phi3(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+def phi3(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
     """Of Phi-4, which has no window, the converter writes one of 0."""
     return {"sliding_window": settings.get(WINDOW) or None}
 
 
-def mistral3(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+def mistral3(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
     """Ministral 3 where queries grow with their position, else Mistral Small 3."""
     name = "Ministral3ForCausalLM" if settings.get(QUERY_GROWTH) else "MistralForCausalLM"
     return {"architectures": [name], "sliding_window": None}
@@ -83,7 +123,7 @@ def ministral_yarn(settings: Settings) -> dict[str, Any]:
     return growth | ({"mscale": mscale, "mscale_all_dim": mscale} if mscale else {})
 
 
-def deepseek2(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+def deepseek2(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
     """V3 behind a sigmoid router, else V2.
 
     Sizes of a head are those of the model, or in newer files, where ``key_length`` is that of a
@@ -117,7 +157,7 @@ def deepseek_yarn(settings: Settings) -> dict[str, Any]:
     return {"mscale": mscale, "mscale_all_dim": mscale} if mscale else {}
 
 
-def seed_oss(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+def seed_oss(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
     """A bias on the output where the file has one."""
     return {"attention_out_bias": "blk.0.attn_output.bias" in tensors}
 
@@ -134,7 +174,7 @@ def _value_size(settings: Settings) -> int:
     return settings.integer("ssm.inner_size") // settings.integer("ssm.time_step_rank")
 
 
-def gated_delta_net(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+def gated_delta_net(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
     """The size of a head of values."""
     return {"linear_value_head_dim": _value_size(settings), **_layers(settings)}
 
@@ -154,6 +194,6 @@ def value_heads(settings: Settings) -> dict[str, Turns]:
     }
 
 
-def glm4_moe(settings: Settings, tensors: Collection[str]) -> dict[str, Any]:
+def glm4_moe(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
     """Norms of q and k where the file has them."""
     return {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors, **_layers(settings)}

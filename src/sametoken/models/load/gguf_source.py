@@ -15,7 +15,7 @@ from torch import Tensor
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.io.files import open_regular
 from sametoken.models.base import ModelConfig
-from sametoken.models.load.gguf_architecture import EACH, Architecture, Turns
+from sametoken.models.load.gguf_architecture import EACH, GATE_UP, Architecture, Turns
 from sametoken.models.load.gguf_file import GGUFFile, GGUFTensor
 from sametoken.models.load.settings import MAX_EXPERTS, MAX_LAYERS, Settings
 from sametoken.models.load.sources import rows_per_chunk
@@ -53,8 +53,9 @@ def tensors_by_name(
         if (layer := _LAYER.match(own)) and int(layer[1]) in layers:
             continue
         if EACH in name:
-            experts = enumerate(_experts(file, tensor, most=_MAX_OF_EXPERTS - len(found)))
-            found |= {name.replace(EACH, str(index)): one for index, one in experts}
+            experts = _experts(file, tensor, most=_MAX_OF_EXPERTS - len(found))
+            for index, one in enumerate(experts):
+                found |= _by_projection(name.replace(EACH, str(index)), one, GATE_UP in name)
             continue
         shape = list(tensor.shape)
         axes = (axis for end, axis in architecture.missing_axes.items() if name.endswith(end))
@@ -77,6 +78,16 @@ def _experts(file: GGUFFile, stack: GGUFTensor, most: int) -> list[GGUFTensor]:
     size = stack.num_rows // count * stack.row_bytes
     offsets = range(stack.offset, stack.offset + count * size, size)
     return [replace(stack, shape=tuple(shape), offset=offset) for offset in offsets]
+
+
+def _by_projection(name: str, expert: GGUFTensor, are_two: bool) -> dict[str, GGUFTensor]:
+    """An expert's matrix, or its halves, gate and up."""
+    rows = expert.shape[0] // 2
+    if not are_two or not rows:
+        return {name: expert}
+    gate = replace(expert, shape=(rows, *expert.shape[1:]))
+    up = replace(gate, offset=gate.offset + gate.num_rows * gate.row_bytes)
+    return {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
 
 
 class GGUFSource:

@@ -14,7 +14,7 @@ from gguf.quants import quantize
 from safetensors.torch import load_file
 
 from helpers.checkpoints import write_checkpoint
-from helpers.families import GEMMA_4, write_family
+from helpers.families import GEMMA_4, SEEING, random_model, write_family
 from helpers.gguf_files import F32, interleaved
 from helpers.hybrids import EXPERTS, FULL, LINEAR, hybrid_config, hybrid_tensors, without_mtp
 from helpers.latents import LATENTS, YARN, write_latent
@@ -31,6 +31,8 @@ _HYBRID = {
 FAMILIES = {
     "llama": ("mixtral", {"sliding_window": None}),
     "qwen3moe": ("qwen3_moe", {"mlp_only_layers": [], "norm_topk_prob": True}),
+    "qwen2vl": ("qwen2_5", {}),
+    "qwen3vl": ("qwen3", {}),
     "qwen2moe": ("qwen2_moe", {"mlp_only_layers": [], "norm_topk_prob": False}),
     "qwen3next": ("qwen3_next", _HYBRID),
     "qwen35": ("qwen3_5", _HYBRID),
@@ -148,6 +150,8 @@ def write_family_gguf(
     family, own = FAMILIES[arch]
     if arch in _HYBRIDS:
         _write_hybrid(directory, family, **own | changes)
+    elif family in SEEING and arch.endswith("vl"):
+        random_model(SEEING[family](), seed=0).save_pretrained(directory)
     else:
         write = write_latent if family in LATENTS else write_family
         write(directory, family, **own | changes)
@@ -333,7 +337,8 @@ def _tensors(arch, config, stored):
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     keys = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(keys[arch], config["num_hidden_layers"] + 1)
-    plain = {name.replace(".language_model.", "."): data for name, data in stored.items()}
+    text = {name: data for name, data in stored.items() if "visual." not in name}
+    plain = {name.replace(".language_model.", "."): data for name, data in text.items()}
     for name, data in _stacked(plain).items():
         for part, values in _parts(arch, name, data, config):
             yield (

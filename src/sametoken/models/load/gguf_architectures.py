@@ -98,6 +98,12 @@ _QWEN3_NEXT = Architecture(
     derived=gguf_settings.gated_delta_net,
     reads=("nextn_predict_layers",),
 )
+_QWEN3_MOE = Architecture(
+    "Qwen3MoeForCausalLM",
+    sizes=_ROUTED,
+    # llama.cpp normalises the weights of all files.
+    values={"norm_topk_prob": True},
+)
 _ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", interleaved=True, forms={"expert_count": _MIXTRAL}),
     "mistral3": Architecture(
@@ -107,14 +113,10 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
         reads=(QUERY_GROWTH, LOG_MULTIPLIER),
         scaled_rope=gguf_settings.ministral_yarn,
     ),
-    "qwen2": Architecture("Qwen2ForCausalLM"),
-    "qwen3": Architecture("Qwen3ForCausalLM"),
-    "qwen3moe": Architecture(
-        "Qwen3MoeForCausalLM",
-        sizes=_ROUTED,
-        # llama.cpp normalises the weights of all files.
-        values={"norm_topk_prob": True},
-    ),
+    # Of text the three positions of a token, which models of images rotate by, are equal.
+    **dict.fromkeys(("qwen2", "qwen2vl"), Architecture("Qwen2ForCausalLM")),
+    **dict.fromkeys(("qwen3", "qwen3vl"), Architecture("Qwen3ForCausalLM")),
+    **dict.fromkeys(("qwen3moe", "qwen3vlmoe"), _QWEN3_MOE),
     "qwen2moe": Architecture(
         "Qwen2MoeForCausalLM",
         names=_NAMES_OF_SHARED,

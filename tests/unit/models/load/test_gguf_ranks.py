@@ -12,6 +12,7 @@ from gguf.quants import dequantize
 
 from helpers import forward
 from helpers.forward import CPU, Bench
+from helpers.gguf_families import write_family_gguf
 from helpers.gguf_files import write_gguf
 from helpers.thread_ranks import run_ranks
 from sametoken.errors import ConfigError
@@ -109,3 +110,14 @@ def test_ranks_share_a_model_in_its_bits(tmp_path, name, family, tied):
     expected = logits_of(load(ReferenceKernels()))
     for got in run_ranks(2, lambda rank: logits_of(load(ReferenceKernels(), parallel=rank))):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss", "deepseek2", "gemma4", "qwen3next"])
+def test_a_rank_of_a_family_s_file_has_the_bits_of_the_checkpoint_s(tmp_path, arch):
+    paths = write_family_gguf(tmp_path / "model", arch)
+
+    def logits_of(rank):
+        models = (forward.load(path, ReferenceKernels(), parallel=rank) for path in paths)
+        return [Bench(model, max_len=16).logits([3, 1, 4, 1, 5, 9], [3]) for model in models]
+
+    assert all(torch.equal(*each) for each in run_ranks(2, logits_of))

@@ -11,6 +11,7 @@ from sametoken.layers.linear import Linear, Projection
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import TensorParallel
 from sametoken.layers.residual import Matrices
+from sametoken.layers.share import ExpertModules, Part
 from sametoken.layers.slices import in_slices
 from sametoken.ops.backend import Kernels, Routing
 from sametoken.ops.weight import Experts, Normed, Weight
@@ -42,16 +43,38 @@ class GeluMLP(Matrices):
 
 
 @dataclass(frozen=True, slots=True)
+class WholeExperts(Matrices):
+    """All experts, whole.
+
+    Attributes:
+        modules: those of the checkpoint.
+    """
+
+    experts: Experts
+    modules: ExpertModules
+
+    def __call__(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, *, beside: Tensor | None = None
+    ) -> Tensor:
+        """[T, hidden] -> [T, hidden] in the dtype of ``x``."""
+        return self.experts(x, chosen, weights, beside=beside)
+
+
+@dataclass(frozen=True, slots=True)
 class DividedExperts(Matrices):
     """All experts, with their inner features divided among ranks.
 
     A rank sums its part of a row's experts in fp32; the partial sums are gathered, added in rank
     order and rounded once, as in ``RowParallelLinear``.
+
+    Attributes:
+        modules: those of the checkpoint.
     """
 
     kernels: Kernels
     parallel: TensorParallel
     experts: Experts
+    modules: ExpertModules
 
     def __call__(
         self, x: Tensor, chosen: Tensor, weights: Tensor, *, beside: Tensor | None = None
@@ -62,11 +85,20 @@ class DividedExperts(Matrices):
         return out if beside is None else out + beside
 
 
+#: The experts of a layer on a rank.
+LayerExperts = WholeExperts | DividedExperts
+
+
 @dataclass(frozen=True, slots=True)
 class PreciseRouter(Matrices):
-    """A router whose logits stay in fp32, unrounded: [T, hidden] -> [T, experts]."""
+    """A router whose logits stay in fp32, unrounded: [T, hidden] -> [T, experts].
+
+    Attributes:
+        parts: see ``Projection``.
+    """
 
     weight: Weight
+    parts: tuple[Part, ...]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, experts] fp32."""
@@ -86,7 +118,7 @@ class RoutedExperts(Matrices):
 
     kernels: Kernels
     router: Linear | PreciseRouter
-    experts: Experts | DividedExperts
+    experts: LayerExperts
     routing: Routing
     bias: Tensor | None = None
 
@@ -146,7 +178,7 @@ class ExpertsBeside(Matrices):
     routing: Routing
     expert_scales: Tensor
     input_norm: RMSNorm
-    experts: Experts | DividedExperts
+    experts: LayerExperts
     output_norm: RMSNorm
 
     def __call__(self, residual: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Parts of fused weights, which part of a tensor a rank has, and copying it from whole rows."""
+"""Parts of fused weights and experts, a rank's part of a tensor, and copying it from whole rows."""
 
 from __future__ import annotations
 
@@ -44,6 +44,41 @@ class Part:
     def of_rows(self) -> Part:
         """For what each row has one of: a rank with some columns of all rows keeps all of them."""
         return replace(self, split=Split.WHOLE) if self.split is Split.COLUMNS else self
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertModules:
+    """The modules of a checkpoint that a layer's experts are.
+
+    Attributes:
+        name: of all experts, e.g. "model.layers.0.mlp.experts".
+        count: E.
+        inputs: of one expert, what reads the hidden states: gate and up, or up alone.
+        output: of one expert, what reads the inner features.
+        interleaved: rows of gate and up take turns where one matrix holds both.
+    """
+
+    name: str
+    count: int
+    inputs: tuple[Part, ...]
+    output: Part
+    interleaved: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        count: int,
+        hidden: int,
+        inner: int,
+        *,
+        gated: bool = True,
+        interleaved: bool = False,
+    ) -> ExpertModules:
+        """Experts of ``hidden`` to ``inner`` to ``hidden``, whose inner features ranks divide."""
+        names = ("gate_proj", "up_proj") if gated else ("up_proj",)
+        inputs = tuple(Part(one, inner, split=Split.ROWS) for one in names)
+        return cls(name, count, inputs, Part("down_proj", hidden, split=Split.COLUMNS), interleaved)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sametoken.layers.feed_forward import DividedExperts, PreciseRouter
+from sametoken.layers.feed_forward import LayerExperts, PreciseRouter
 from sametoken.layers.linear import Linear, Projection
 from sametoken.layers.residual import Matrices
 from sametoken.layers.slices import in_slices
 from sametoken.ops.backend import Kernels, Routing
-from sametoken.ops.weight import Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class Latent:
     """The narrower space in which experts work; here there is none."""
 
     def run(
-        self, experts: Experts | DividedExperts, x: Tensor, chosen: Tensor, weights: Tensor,
+        self, experts: LayerExperts, x: Tensor, chosen: Tensor, weights: Tensor,
         beside: Tensor,
     ) -> Tensor:  # fmt: skip
         """The experts of [T, hidden], and ``beside`` added to their sum: [T, hidden]."""
@@ -46,7 +45,7 @@ class ProjectedLatent(Matrices):
     up: Linear
 
     def run(
-        self, experts: Experts | DividedExperts, x: Tensor, chosen: Tensor, weights: Tensor,
+        self, experts: LayerExperts, x: Tensor, chosen: Tensor, weights: Tensor,
         beside: Tensor,
     ) -> Tensor:  # fmt: skip
         """See ``Latent.run``."""
@@ -70,7 +69,7 @@ class SquaredReluMoE(Matrices):
     router: PreciseRouter
     correction: Tensor
     routing: Routing
-    experts: Experts | DividedExperts
+    experts: LayerExperts
     latent: Latent | ProjectedLatent
     shared: SquaredReluMLP
 

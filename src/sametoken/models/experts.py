@@ -12,11 +12,14 @@ from sametoken.errors import CheckpointError
 from sametoken.layers.feed_forward import (
     DividedExperts,
     GatedExpert,
+    LayerExperts,
     PreciseRouter,
     RoutedExperts,
     SparseMoE,
+    WholeExperts,
 )
 from sametoken.layers.residual import Block
+from sametoken.layers.share import ExpertModules
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import GATED, GatedNames, load_gated_mlp, load_mlp
 from sametoken.models.load.settings import COMPARE, MAX_EXPERTS, Settings
@@ -178,7 +181,7 @@ def load_experts(
     count: int,
     form: ExpertForm | None = None,
     names: GatedNames = GATED,
-) -> Experts | DividedExperts:
+) -> LayerExperts:
     """Load the ``count`` gated experts at ``prefix``; ranks divide every expert.
 
     Raises:
@@ -188,14 +191,14 @@ def load_experts(
     size, hidden = settings.integer("moe_intermediate_size"), config.hidden_size
     matrices = _matrices(weights, prefix, count, hidden, size, names)
     own = weights.kernels.pack_experts(*matrices, form)
-    return summed_over_ranks(weights, own)
+    return summed_over_ranks(weights, own, ExpertModules.of(prefix, count, hidden, size))
 
 
-def summed_over_ranks(weights: WeightReader, own: Experts) -> Experts | DividedExperts:
-    """Experts of which this rank has ``own`` parts; of one rank ``own`` itself."""
+def summed_over_ranks(weights: WeightReader, own: Experts, modules: ExpertModules) -> LayerExperts:
+    """A layer's experts, of which this rank has ``own`` parts."""
     if weights.parallel.size == 1:
-        return own
-    return DividedExperts(weights.kernels, weights.parallel, own)
+        return WholeExperts(own, modules)
+    return DividedExperts(weights.kernels, weights.parallel, own, modules)
 
 
 def load_grouped(
@@ -223,7 +226,7 @@ def load_grouped(
     """
     settings = Settings(config.extra, weights.source.location)
     routed = load_routed(config, weights, prefix, routing, "n_routed_experts", names)
-    routed = replace(routed, router=PreciseRouter(routed.router.weight))
+    routed = replace(routed, router=PreciseRouter(routed.router.weight, routed.router.parts))
     if correction is not None:
         count = settings.integer("n_routed_experts", most=MAX_EXPERTS)
         routed = replace(routed, bias=_correction(weights, f"{prefix}.{correction}", count))

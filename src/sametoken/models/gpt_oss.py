@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sametoken.layers.feed_forward import RoutedExperts
 from sametoken.layers.residual import Block
+from sametoken.layers.share import ExpertModules
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_gated_mlp
 from sametoken.models.decoder import Decoder
@@ -86,8 +87,10 @@ class GptOssForCausalLM(Decoder):
         settings = Settings(config.extra, weights.source.location)
         count = settings.integer("num_experts", most=MAX_EXPERTS)
         router = weights.linear(config.hidden_size, Part(f"{prefix}.router", count), bias=True)
-        own = _experts(config, weights, f"{prefix}.experts", settings, count)
-        experts = summed_over_ranks(weights, own)
+        name, sizes = f"{prefix}.experts", (count, config.hidden_size, config.intermediate_size)
+        own = _experts(config, weights, name, settings, count)
+        modules = ExpertModules.of(name, *sizes, interleaved=True)
+        experts = summed_over_ranks(weights, own, modules)
         # A softmax over the chosen logits is one over all, normalised.
         routing = Routing(min(settings.integer("num_experts_per_tok"), count), normalise=True)
         return RoutedExperts(weights.kernels, router, experts, routing)

@@ -16,6 +16,7 @@ from torch import Tensor
 from sametoken.layers.feed_forward import GatedMLP, RoutedExperts, SparseMoE
 from sametoken.layers.residual import Block, Layer, ScaledAfter
 from sametoken.layers.rotary import no_rotation
+from sametoken.layers.share import ExpertModules
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_mlp
 from sametoken.models.decoder import Decoder, DecoderLayer
@@ -100,12 +101,13 @@ def _load_routed(config: ModelConfig, weights: WeightReader, prefix: str) -> Rou
         weights.packed_stack(count, hidden, halves),
         weights.packed_stack(count, size, Part(down, hidden, split=Split.COLUMNS)),
     )
+    modules = ExpertModules.of(f"{prefix}.experts", count, hidden, size)
     # A softmax over the chosen logits is one over all, normalised.
     routing = Routing(settings.integer("num_experts_per_tok"), normalise=True)
     return RoutedExperts(
         weights.kernels,
         weights.linear(hidden, Part(router, count)),
-        summed_over_ranks(weights, own),
+        summed_over_ranks(weights, own, modules),
         routing,
     )
 

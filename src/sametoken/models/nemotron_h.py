@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.layers.feed_forward import DividedExperts, PreciseRouter
+from sametoken.layers.feed_forward import LayerExperts, PreciseRouter
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.residual import Block, BlockNorm, Layer, Matrices, kept_of
 from sametoken.layers.rotary import no_rotation
+from sametoken.layers.share import ExpertModules
 from sametoken.layers.squared_relu import (
     Latent,
     ProjectedLatent,
@@ -39,7 +40,7 @@ from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.models.mamba2 import OF_FALCON, caches_by_type, load_mamba2
 from sametoken.ops.backend import KeptRows, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
-from sametoken.ops.weight import Experts, Normed, Weight
+from sametoken.ops.weight import Normed, Weight
 
 MAMBA, ATTENTION, MOE, MLP = LINEAR, FULL, "moe", "mlp"
 #: The letters of a pattern, and older names of types.
@@ -185,9 +186,10 @@ def load_squared_relu_moe(
             weights.linear(latent_size, Part(f"{prefix}.fc2_latent_proj", hidden)),
         )
     correction = Part(f"{prefix}.gate.e_score_correction_bias", num_experts)
+    router = weights.linear(hidden, Part(f"{prefix}.gate", num_experts))
     return SquaredReluMoE(
         weights.kernels,
-        router=PreciseRouter(weights.linear(hidden, Part(f"{prefix}.gate", num_experts)).weight),
+        router=PreciseRouter(router.weight, router.parts),
         correction=weights.tensor(correction, dtype=torch.float32),
         routing=grouped_routing(settings),
         experts=_load_experts(settings, weights, f"{prefix}.experts", latent_size or hidden),
@@ -198,7 +200,7 @@ def load_squared_relu_moe(
 
 def _load_experts(
     settings: Settings, weights: WeightReader, prefix: str, width: int
-) -> Experts | DividedExperts:
+) -> LayerExperts:
     """All experts, in one tensor each for up and down, or one by one."""
     count, size = settings.integer("n_routed_experts"), settings.integer("moe_intermediate_size")
     up, down = (
@@ -208,7 +210,8 @@ def _load_experts(
             (True, Part(f"{prefix}.down_proj", width, split=Split.COLUMNS)),
         )
     )
-    return summed_over_ranks(weights, weights.kernels.pack_experts(up, down))
+    modules = ExpertModules.of(prefix, count, width, size, gated=False)
+    return summed_over_ranks(weights, weights.kernels.pack_experts(up, down), modules)
 
 
 def _matrices(weights: WeightReader, count: int, in_features: int, part: Part) -> list[Weight]:

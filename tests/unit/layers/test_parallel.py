@@ -9,6 +9,7 @@ from helpers.thread_ranks import run_ranks
 from sametoken.layers.feed_forward import DividedExperts
 from sametoken.layers.linear import Linear, RowParallelLinear
 from sametoken.layers.parallel import SINGLE_RANK, gather_columns, of_rank
+from sametoken.layers.share import ExpertModules
 from sametoken.ops.backend import Routing
 from sametoken.ops.model.partial_sum import partial_sum
 from sametoken.ops.reference import ReferenceKernels
@@ -90,7 +91,8 @@ def test_divided_experts_are_rounded_once_after_the_sum_over_ranks():
     parts = [packed(slice(first, first + 4)) for first in (0, 4, 8)]
 
     def run(parallel, rows=slice(None)):
-        layer = DividedExperts(KERNELS, parallel, parts[parallel.rank])
+        modules = ExpertModules.of("experts", 3, 8, 12)
+        layer = DividedExperts(KERNELS, parallel, parts[parallel.rank], modules)
         assert layer.nbytes == parts[parallel.rank].nbytes
         return layer(x[rows], chosen[rows], weights[rows])
 

@@ -182,7 +182,8 @@ def test_experts_of_minimax_as_they_are_published(tmp_path):
     stored |= {f"model.layers.{index}.enorm.weight": torch.ones(32) for index in (3, 5)}
     model = load(write_checkpoint(tmp_path / "fp8", config, stored))
     mlp = model.layers[0].mlp
-    assert all(isinstance(one, Fp8Weight) for one in (*mlp.experts.gate_up, *mlp.experts.down))
+    experts = mlp.experts.experts
+    assert all(isinstance(one, Fp8Weight) for one in (*experts.gate_up, *experts.down))
     assert not isinstance(mlp.router.weight, Fp8Weight)
     difference = (logits_of(model) - expected).norm() / expected.norm()
     assert 0 < difference < 0.1

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from sametoken.ops.model.latent_attention import reference as latent_attention_o
 from sametoken.ops.model.latent_attention.reference import PlainHeadWeights
 from sametoken.ops.model.latent_attention.shape import LatentShape
 from sametoken.ops.model.low_rank import AdaptedWeight, Room, RowAdapters, SeparateUpdates
+from sametoken.ops.model.low_rank_experts import AdaptedSeparateExperts, ExpertSizes
 from sametoken.ops.model.moe import SeparateExperts
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.model.recurrent.rule import Folded, RecurrentPass, RecurrentRule
@@ -36,6 +37,7 @@ from sametoken.ops.sampling import truncation as truncation_op
 from sametoken.ops.sampling.sample import make_keys
 from sametoken.ops.weight import (
     ExpertForm,
+    Experts,
     Fp8Matrix,
     Int4Matrix,
     IntegerMatrix,
@@ -97,6 +99,16 @@ class ComposedKernels:
     ) -> SeparateExperts:
         activations = (self.relu_squared, self.clamped_swiglu, self.gelu_mul)
         return SeparateExperts(tuple(gate_up), tuple(down), *activations, form)
+
+    def adapt_experts(
+        self: Kernels, experts: Experts, sizes: ExpertSizes, room: Room, rows: RowAdapters
+    ) -> AdaptedSeparateExperts:
+        assert isinstance(experts, SeparateExperts)
+        own_rows = RowAdapters()
+        parts = {one.name: getattr(experts, one.name) for one in fields(experts)}
+        for name, outputs in (("gate_up", sizes.inputs), ("down", (sizes.hidden,))):
+            parts[name] = tuple(self.adapt(one, outputs, room, own_rows) for one in parts[name])
+        return AdaptedSeparateExperts(**parts, plain=experts, rows=rows, own_rows=own_rows)
 
     def require_rule(self, rule: RecurrentRule) -> None:
         """Accept every rule."""

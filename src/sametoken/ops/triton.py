@@ -49,6 +49,8 @@ from sametoken.ops.model.latent_attention import triton as latent_attention
 from sametoken.ops.model.latent_attention.heads_triton import DeviceHeadWeights
 from sametoken.ops.model.latent_attention.shape import LatentShape, LayerLatent
 from sametoken.ops.model.low_rank import AdaptedWeight, Room, RowAdapters
+from sametoken.ops.model.low_rank_experts import ExpertSizes
+from sametoken.ops.model.low_rank_experts_triton import AdaptedStackedExperts
 from sametoken.ops.model.low_rank_triton import StackedUpdates
 from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
 from sametoken.ops.model.recurrent import triton as recurrent
@@ -57,6 +59,7 @@ from sametoken.ops.sampling import sample_triton as sampling
 from sametoken.ops.sampling import truncation_triton as truncation_op
 from sametoken.ops.weight import (
     ExpertForm,
+    Experts,
     Fp8Matrix,
     Int4Matrix,
     IntegerMatrix,
@@ -244,6 +247,12 @@ class TritonKernels:
         form: ExpertForm | None = None,
     ) -> StackedExperts:
         return self._quantized.watch(StackedExperts(_stacked(gate_up), _stacked(down), form))
+
+    def adapt_experts(
+        self, experts: Experts, sizes: ExpertSizes, room: Room, rows: RowAdapters
+    ) -> AdaptedStackedExperts:
+        assert isinstance(experts, StackedExperts)
+        return AdaptedStackedExperts.of(experts, sizes, room, rows)
 
     def attention(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from sametoken.ops.layer import LayerParts, WholeLayer
     from sametoken.ops.model.low_rank import AdaptedWeight, Room, RowAdapters
+    from sametoken.ops.model.low_rank_experts import AdaptedExperts, ExpertSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,5 +379,17 @@ class Packing(Protocol):
 
         Experts whose first matrix is as wide as the second is deep are not gated: up and down,
         with ``relu_squared`` between. ``form`` gives gated ones another gate, and biases.
+        """
+        ...
+
+    def adapt_experts(
+        self, experts: Experts, sizes: ExpertSizes, room: Room, rows: RowAdapters
+    ) -> AdaptedExperts:
+        """Experts of ``pack_experts`` beside which each row adds its adapter's products.
+
+        Args:
+            experts: the checkpoint's.
+            sizes: theirs.
+            room, rows: as for ``adapt``.
         """
         ...

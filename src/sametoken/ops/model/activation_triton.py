@@ -3,6 +3,8 @@
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -49,6 +51,21 @@ def activated(
         return rounded / (1.0 + tl.exp(-rounded)) * up.to(dtype).to(tl.float32)
     else:
         return tl.where(rounded < 0.0, 0.0, rounded * rounded)
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What follows a product of experts; ``alpha`` and ``limit`` are those of "clamped_swiglu"."""
+
+    name: str
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    def of(self, sums: Tensor) -> Tensor:
+        """Of rounded sums, [T, 2I] with gates, with the bits of ``activated``: [T, I]."""
+        if self.name == "relu_squared":
+            return relu_squared(sums)
+        return _gated(sums, self.name, self.alpha, self.limit)
 
 
 @triton.jit

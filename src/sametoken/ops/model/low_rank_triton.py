@@ -30,7 +30,7 @@ _MANY_ROWS, _TILES = 512, 4
 #: with the second for many; the second launch adds the rest.
 _SPLIT, _GROUP = 256, 4
 #: The least rank of a tensor core's tile.
-_MIN_RANK = 16
+MIN_RANK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class StackedUpdates:
     def of(cls, in_features: int, sizes: Sequence[int], room: Room) -> Self:
         """See ``Packing.adapt``; ``in_features`` are the matrix's."""
         count, num_parts, borders = room.count, len(sizes), [0, *accumulate(sizes)]
-        rank = triton.next_power_of_2(max(_MIN_RANK, room.rank))
+        rank = triton.next_power_of_2(max(MIN_RANK, room.rank))
 
         def zeros(*shape: int, dtype: torch.dtype = room.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=room.device)

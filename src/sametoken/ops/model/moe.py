@@ -51,11 +51,16 @@ class SeparateExperts:
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert in chosen.unique().tolist():
             rows, places = torch.nonzero(chosen == expert, as_tuple=True)
-            inner = self._inner(expert, x[rows])
-            output = self._outer(expert, inner, out_dtype)
+            output = self.of_expert(expert, x, rows, out_dtype)
             out[rows] += output.float() * weights[rows, places, None]
         out = out.to(out_dtype or x.dtype)
         return out if beside is None else out + beside
+
+    def of_expert(
+        self, expert: int, x: Tensor, rows: Tensor, out_dtype: torch.dtype | None
+    ) -> Tensor:
+        """What an expert makes of the rows that chose it, [rows, H]."""
+        return self._outer(expert, self._inner(expert, x[rows]), out_dtype)
 
     def _inner(self, expert: int, x: Tensor) -> Tensor:
         first, second, form = self.gate_up[expert], self.down[expert], self.form

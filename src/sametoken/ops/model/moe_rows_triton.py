@@ -3,6 +3,7 @@
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +64,11 @@ class RowGroups:
     def most_chosen(self) -> int:
         """The most experts that rows can have chosen."""
         return min(self.members.shape)
+
+
+#: Adds to a product of each pair's row: of rows, results, groups, and the pairs of a row; 0 as for
+#: rows that lie by expert, and results that do not.
+AddToPairs = Callable[[Tensor, Tensor, RowGroups, int], None]
 
 
 def combine(outputs: Tensor, weights: Tensor, out: Tensor, beside: Tensor | None = None) -> None:

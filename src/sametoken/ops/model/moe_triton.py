@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sametoken.ops.model.activation_triton import activated
+from sametoken.ops.model.activation_triton import Activation, activated
 from sametoken.ops.model.gemm.fp8_triton import rounded
 from sametoken.ops.model.gemm.int4_panels import ONE, Int4Panels, gate_and_up, int4_sums
 from sametoken.ops.model.gemm.triton import finished, groups_of, scaled, with_products
-from sametoken.ops.model.moe_rows_triton import RowGroups, combine
+from sametoken.ops.model.moe_rows_triton import AddToPairs, RowGroups, combine
 from sametoken.ops.model.moe_tiles import ExpertTile, expert_tile, panels_tile
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options, supports_pdl
 from sametoken.ops.weight import ClampedExperts, ExpertForm, Rounding
@@ -92,15 +92,6 @@ class StackedExperts:
     ) -> Tensor:
         """See ``moe_forward``."""
         return moe_forward(x, self, chosen, weights, out_dtype, beside)
-
-
-@dataclass(frozen=True, slots=True)
-class _Activation:
-    """What follows a product; ``alpha`` and ``limit`` are those of "clamped_swiglu"."""
-
-    name: str
-    alpha: float = 0.0
-    limit: float = 0.0
 
 
 @triton.jit
@@ -240,7 +231,7 @@ def _expert_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     GATHER: tl.constexpr,  # pairs of each row of x; out's rows lie by expert. 0: the reverse
-    ACTIVATION: tl.constexpr,  # "silu_mul", "gelu_mul", "clamped_swiglu", "relu_squared", "none"
+    ACTIVATION: tl.constexpr,  # as for ``activated``; "none"; "put_off": out is [num_pairs, 2 * N]
     W_GROUPS: tl.constexpr,  # in 4 bits, rows of the scales of an expert
     X_GROUPS: tl.constexpr,
     WORDS: tl.constexpr,  # of a row in 4 bits, else 0
@@ -297,10 +288,13 @@ def _expert_kernel(
         if biases is not None:
             acc, up = _with_biases(acc, up, biases, expert, feature, N, GATED)
         dtype = out.dtype.element_ty
-        if ACTIVATION != "none":
+        if ACTIVATION != "none" and ACTIVATION != "put_off":
             acc = activated(acc, up, dtype, ACTIVATION, ALPHA, LIMIT)
-        at = out + out_row[None, :] * N + feature[:, None]
-        tl.store(at, acc.to(dtype), is_feature[:, None] & is_pair[None, :])
+        stored = is_feature[:, None] & is_pair[None, :]
+        at = out + out_row[None, :] * (2 * N if ACTIVATION == "put_off" else N) + feature[:, None]
+        tl.store(at, acc.to(dtype), stored)
+        if ACTIVATION == "put_off":
+            tl.store(at + N, up.to(dtype), stored)
 
 
 def moe_forward(
@@ -310,6 +304,7 @@ def moe_forward(
     weights: Tensor,
     dtype: torch.dtype | None = None,
     beside: Tensor | None = None,
+    updates: tuple[AddToPairs, AddToPairs] | None = None,
 ) -> Tensor:
     """Weighted sum of every row's experts, added by rank in fp32: [T, H] -> [T, H].
 
@@ -322,6 +317,7 @@ def moe_forward(
         weights: [T, top_k] fp32.
         dtype: of the result; default x's.
         beside: [T, H] in that dtype, added to the rounded sum; None: nothing.
+        updates: each adds to the results of a product, before what follows it.
     """
     num_rows, top_k = chosen.shape
     matrices = _matrix(experts.gate_up), _matrix(experts.down)
@@ -333,10 +329,20 @@ def moe_forward(
         return out
     groups = RowGroups.of(chosen, experts.num_experts)
     first, second = _biases(experts)
-    features = x.new_empty(num_rows * top_k, inner)  # by expert, so that down's rows lie together
-    _product(x, experts.gate_up, first, groups, features, top_k, _activation_of(experts))
-    outputs = out.new_empty(num_rows * top_k, hidden)
-    _product(features, experts.down, second, groups, outputs, 0, _Activation("none"))
+    pairs, follows = num_rows * top_k, _activation_of(experts)
+    if updates is None:
+        features = x.new_empty(pairs, inner)  # by expert, so that down's rows lie together
+        _product(x, experts.gate_up, first, groups, features, top_k, follows)
+    else:
+        sums = x.new_empty(pairs, experts.gate_up.out_features)
+        put_off = Activation("none" if sums.shape[1] == inner else "put_off")
+        _product(x, experts.gate_up, first, groups, sums, top_k, put_off)
+        updates[0](x, sums, groups, top_k)
+        features = follows.of(sums)
+    outputs = out.new_empty(pairs, hidden)
+    _product(features, experts.down, second, groups, outputs, 0, Activation("none"))
+    if updates is not None:
+        updates[1](features, outputs, groups, 0)
     combine(outputs, weights, out, beside)
     return out
 
@@ -346,14 +352,14 @@ def _biases(experts: StackedExperts) -> tuple[Tensor | None, Tensor | None]:
     return (form.gate_up, form.down) if isinstance(form, ClampedExperts) else (None, None)
 
 
-def _activation_of(experts: StackedExperts) -> _Activation:
+def _activation_of(experts: StackedExperts) -> Activation:
     form = experts.form
     if isinstance(form, ClampedExperts):
-        return _Activation("clamped_swiglu", form.alpha, form.limit)
+        return Activation("clamped_swiglu", form.alpha, form.limit)
     if form is not None:
-        return _Activation("gelu_mul")
+        return Activation("gelu_mul")
     is_gated = experts.gate_up.out_features != experts.down.in_features
-    return _Activation("silu_mul" if is_gated else "relu_squared")
+    return Activation("silu_mul" if is_gated else "relu_squared")
 
 
 def _product(
@@ -363,7 +369,7 @@ def _product(
     groups: RowGroups,
     out: Tensor,
     gather: int,
-    activation: _Activation,
+    activation: Activation,
     tile: ExpertTile | None = None,
 ) -> None:
     """Multiply each pair's row by its expert's weight into ``out`` [pairs, N].
@@ -373,12 +379,14 @@ def _product(
         stack: the weights.
         biases: as for ``_expert_kernel``.
         groups: of all pairs.
-        out: written, by expert; in the order of pairs with ``gather`` 0.
+        out: written, by expert; in the order of pairs with ``gather`` 0. [pairs, 2 * N] if the
+            activation is put off.
         gather: the pairs of a row of x, or 0.
         activation: what follows.
         tile: by default ``expert_tile``.
     """
-    out_features, in_features = out.shape[1], stack.in_features
+    out_features = out.shape[1] // (2 if activation.name == "put_off" else 1)
+    in_features = stack.in_features
     is_gated, hopper = stack.out_features > out_features, supports_pdl(x)
     panels = stack if isinstance(stack, Int4Panels) else None
     x_scales = x_tiles = w_tiles = None

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside a product: C, PyTorch and Triton, and rows that know no other rows."""
+"""Low-rank adapters beside a product or experts: C, PyTorch, Triton, rows that know no others."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from helpers.compiled import compile_launches
 from sametoken.errors import InvariantError
 from sametoken.ops.model import activation, low_rank_triton
 from sametoken.ops.model.low_rank import Chosen, Factors, Room, RowAdapters, SeparateUpdates
+from sametoken.ops.model.low_rank_experts import ExpertFactors, ExpertSizes
+from sametoken.ops.model.low_rank_experts_triton import AdaptedStackedExperts
 from sametoken.ops.model.low_rank_triton import StackedUpdates
+from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.weight import ClampedExperts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REFERENCE = ReferenceKernels()
@@ -163,6 +167,107 @@ def test_triton_adds_what_the_reference_adds(monkeypatch, in_features):
     assert torch.equal(mine[2, 40:].cpu(), out[2, 40:])
 
 
+COUNT, HIDDEN, INNER, TOP_K = 3, 40, 24, 2
+
+
+def expert_factors(parts: int, seed: int) -> list[ExpertFactors]:
+    """Of an adapter: one expert has none, another some, each of other ranks."""
+
+    def one(size: int, width: int, own: int) -> Factors:
+        rank = 1 + own % 17
+        down, up = noise(rank, width, seed=own), noise(size, rank, seed=own + 1)
+        return Factors(down / width**0.5, up / rank**0.5, 0.25 + own / 64)
+
+    first = [one(INNER, HIDDEN, seed + 10 * part) for part in range(parts)]
+    last = one(HIDDEN, INNER, seed + 5)
+    return [
+        ExpertFactors([None] * parts, None),
+        ExpertFactors(first, last),
+        ExpertFactors([*first[1:], None], one(HIDDEN, INNER, seed + 7)),
+    ]
+
+
+def inner_of(form, gate_up: torch.Tensor) -> torch.Tensor:
+    if form is None:
+        return torch.relu(gate_up) ** 2
+    gate, up = gate_up.chunk(2, dim=-1)
+    if form == "silu":
+        return torch.nn.functional.silu(gate) * up
+    gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
+    return gate * torch.sigmoid(form.alpha * gate) * (up + 1)
+
+
+def of_row(x, weights, chosen, form, matrices, own: list[ExpertFactors] | None) -> torch.Tensor:
+    """What the experts make of a row by the definition, in fp64."""
+    total = torch.zeros(HIDDEN, dtype=torch.float64)
+    biases = (form.gate_up, form.down) if isinstance(form, ClampedExperts) else ([0] * COUNT,) * 2
+    for expert, weight in zip(chosen.tolist(), weights.double(), strict=True):
+        first, second = (each[expert].double() for each in matrices)
+        if own is not None:
+            added = [
+                torch.zeros(INNER, HIDDEN).double()
+                if one is None
+                else one.scale * one.up.double() @ one.down.double()
+                for one in own[expert].inputs
+            ]
+            first = first + torch.cat(added)
+            if (last := own[expert].output) is not None:
+                second = second + last.scale * last.up.double() @ last.down.double()
+        inner = inner_of(form, first @ x.double() + biases[0][expert])
+        total += weight * (second @ inner + biases[1][expert])
+    return total
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("kernels", ["reference", "native", "triton"])
+@pytest.mark.parametrize("kind", ["silu", "clamped", "ungated"])
+def test_a_row_s_experts_add_its_own_adapter_whatever_the_others_choose(kernels, kind):
+    at = torch.device(DEVICE if kernels == "triton" else "cpu")
+    parts = 1 if kind == "ungated" else 2
+    form = {"silu": "silu", "ungated": None}.get(kind)
+    if kind == "clamped":
+        biases = noise(COUNT, 2 * INNER, seed=1), noise(COUNT, HIDDEN, seed=2)
+        form = ClampedExperts(1.702, 0.8, *biases)
+    matrices = (
+        noise(COUNT, parts * INNER, HIDDEN, seed=3) / HIDDEN**0.5,
+        noise(COUNT, HIDDEN, INNER, seed=4) / INNER**0.5,
+    )
+    own_form, rows = form if kind == "clamped" else None, RowAdapters()
+    sizes = ExpertSizes(COUNT, HIDDEN, (INNER,) * parts)
+    if kernels == "triton":
+        own_form = own_form and ClampedExperts(1.702, 0.8, *(one.to(at) for one in biases))
+        stacks = (ExpertStack(one.to(at)) for one in matrices)
+        plain = StackedExperts(*stacks, own_form)
+        experts = AdaptedStackedExperts.of(plain, sizes, room(torch.float32, DEVICE), rows)
+    else:
+        backend = REFERENCE if kernels == "reference" else NativeKernels()
+        packed = ([backend.pack(one.clone()) for one in each] for each in matrices)
+        plain = backend.pack_experts(*packed, own_form)
+        experts = backend.adapt_experts(plain, sizes, room(torch.float32), rows)
+    adapters = [expert_factors(parts, seed) for seed in (20, 60)]
+    experts.prepare(expert_factors(parts, 90))(1)
+    for place, own in enumerate(adapters, start=1):
+        experts.prepare(own)(place)
+    assert experts.nbytes > plain.nbytes
+    numbers = torch.tensor([0, 1, 2, 2, 0, *[1] * 17, 0, 2], device=at)
+    count = len(numbers)
+    x = noise(count, HIDDEN, seed=5)
+    weights, chosen = noise(count, COUNT, seed=6).softmax(dim=1).topk(TOP_K)
+    given = [one.contiguous().to(at) for one in (x, chosen, weights)]
+    for out_dtype in (None, torch.float32):
+        rows.begin(numbers)
+        out, base = experts(*given, out_dtype), plain(*given, out_dtype)
+        for row, number in enumerate(numbers.tolist()):
+            rows.begin(numbers[row : row + 1])
+            alone = [one[row : row + 1].clone() for one in given]
+            assert torch.equal(experts(*alone, out_dtype)[0], out[row])
+            changed = number > 0 and chosen[row].tolist() != [0]
+            assert torch.equal(out[row], base[row]) is not changed
+            own = adapters[number - 1] if number else None
+            expected = of_row(x[row], weights[row], chosen[row], form, matrices, own)
+            torch.testing.assert_close(out[row].double().cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_triton_s_kernels_compile_for_each_kind_of_product(tmp_path):
     """One row and many, three parts, an in-place sum in fp32, and a rank of one."""
     compile_launches(
@@ -176,6 +281,20 @@ update = StackedUpdates.of(200, [64, 64, 64], Room(1, 1, bf16, torch.device("cpu
 for rows, out in ((1, bf16), (40, torch.float32), (600, bf16)):
     x, numbers = torch.zeros(rows, 200, dtype=bf16), torch.zeros(rows, dtype=torch.int64)
     update.begin(x, Chosen(numbers))(torch.zeros(rows, 192, dtype=out))
+
+from sametoken.ops.model.low_rank import RowAdapters
+from sametoken.ops.model.low_rank_experts import ExpertSizes
+from sametoken.ops.model.low_rank_experts_triton import AdaptedStackedExperts
+from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
+
+for parts, out in ((2, bf16), (1, torch.float32)):
+    stacks = [torch.zeros(4, *size, dtype=bf16) for size in ((parts * 48, 200), (200, 48))]
+    rows, room = RowAdapters(), Room(2, 20, bf16, torch.device("cpu"))
+    experts = StackedExperts(*map(ExpertStack, stacks))
+    adapted = AdaptedStackedExperts.of(experts, ExpertSizes(4, 200, (48,) * parts), room, rows)
+    rows.begin(torch.zeros(3, dtype=torch.int64))
+    x, chosen = torch.zeros(3, 200, dtype=bf16), torch.zeros(3, 2, dtype=torch.int64)
+    adapted(x, chosen, torch.zeros(3, 2), out)
 """,
         tmp_path,
     )

@@ -19,6 +19,9 @@ from sametoken.ops.model.gemm.fp8 import Fp8Weight
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
 from sametoken.ops.model.gemm.int4 import Int4Weight, packed_int4
 from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
+from sametoken.ops.model.low_rank import Room, RowAdapters
+from sametoken.ops.model.low_rank_experts import ExpertSizes
+from sametoken.ops.model.low_rank_experts_triton import AdaptedStackedExperts
 from sametoken.ops.model.moe import SeparateExperts
 from sametoken.ops.model.moe_gate_triton import moe_gate
 from sametoken.ops.model.moe_rows_triton import RowGroups
@@ -130,6 +133,16 @@ def stack_of(gate_up: torch.Tensor, down: torch.Tensor, form=None) -> StackedExp
     return StackedExperts(ExpertStack(gate_up), ExpertStack(down), form)
 
 
+def beside_adapters(stack: StackedExperts, x, chosen, weights) -> torch.Tensor:
+    """Of rows without one."""
+    inner, rows = stack.down.in_features, RowAdapters()
+    parts = (inner,) * (stack.gate_up.out_features // inner)
+    sizes = ExpertSizes(stack.num_experts, stack.down.out_features, parts)
+    adapted = AdaptedStackedExperts.of(stack, sizes, Room(1, 1, x.dtype, x.device), rows)
+    rows.begin(torch.zeros(x.shape[0], dtype=torch.int64, device=x.device))
+    return adapted(x, chosen, weights)
+
+
 def matrices(count: int, hidden: int, inner: int, dtype: torch.dtype):
     return (
         noise(count, 2 * inner, hidden, seed=1, dtype=dtype) / hidden**0.5,
@@ -164,6 +177,7 @@ def test_mix(rows, count, top_k, hidden, inner, gated, dtype):
     beside = noise(rows, hidden, seed=6, dtype=dtype)
     both = experts.moe_forward(x, stacked, chosen, weights, beside=beside)
     assert torch.equal(both, actual + beside)
+    assert torch.equal(beside_adapters(stacked, x, chosen, weights), actual)
     both = separate(x.cpu(), chosen.cpu(), weights.cpu(), beside=beside.cpu())
     assert torch.equal(both, expected + beside.cpu())
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(5)).to(DEVICE)
@@ -228,6 +242,7 @@ def test_experts_with_gates_of_gelu(dtype):
     for one in (actual.cpu(), separate(x.cpu(), chosen.cpu(), weights.cpu())):
         torch.testing.assert_close(one.double(), expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(stack(x[-1:].clone(), chosen[-1:], weights[-1:]), actual[-1:])
+    assert torch.equal(beside_adapters(stack, x, chosen, weights), actual)
 
 
 def test_clamped_experts_compile(tmp_path):
@@ -235,7 +250,8 @@ def test_clamped_experts_compile(tmp_path):
     code = """
 from sametoken.ops.model.moe_rows_triton import RowGroups
 from sametoken.ops.model.moe_tiles import ExpertTile
-from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts, _Activation, _product
+from sametoken.ops.model.activation_triton import Activation
+from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts, _product
 from sametoken.ops.weight import ClampedExperts
 
 gate_up, down = (torch.zeros(3, *size, dtype=torch.bfloat16) for size in ((192, 64), (64, 96)))
@@ -247,7 +263,7 @@ groups, inner = RowGroups.of(chosen, 3), torch.zeros(8, 96, dtype=torch.bfloat16
 for depth in (64, 128):
     tile = ExpertTile(16, 64, depth, 4, 2)
     out = inner[:, :64].contiguous()
-    _product(inner, experts.down, clamped.down, groups, out, 0, _Activation("none"), tile)
+    _product(inner, experts.down, clamped.down, groups, out, 0, Activation("none"), tile)
 """
     compile_launches(code, tmp_path)
     compiled = list(tmp_path.rglob("_expert_kernel.ptx"))
@@ -338,7 +354,7 @@ def test_every_tile_of_a_product(tile, gated, gather):
     weight = integers(count, features, in_features)
     x = integers(rows if gather else 2 * rows, in_features) / 128
     out = torch.empty(2 * rows, out_features, dtype=torch.half, device=DEVICE)
-    follows = experts._Activation("silu_mul" if gated else "relu_squared")
+    follows = experts.Activation("silu_mul" if gated else "relu_squared")
     experts._product(x, ExpertStack(weight), None, groups, out, gather, follows, tile)
     by_pair = x.repeat_interleave(2, dim=0) if gather else torch.empty(2 * rows, in_features)
     if not gather:
@@ -372,7 +388,7 @@ for elements, mean_rows, whole in (*SIXTEEN_BITS, *FLOAT8):
         stack = experts.ExpertStack(weight, scales, None if scales is None else Rounding())
         tile = expert_tile(mean_rows, 256, 192, elements, name == "silu_mul", True, whole)
         out = torch.zeros(8, 256, dtype=torch.bfloat16)
-        experts._product(x, stack, None, groups, out, gather, experts._Activation(name), tile)
+        experts._product(x, stack, None, groups, out, gather, experts.Activation(name), tile)
 """
     compile_launches(code, tmp_path)
     assert len(list(tmp_path.rglob("_expert_kernel.ptx"))) == 15
@@ -425,6 +441,7 @@ def test_float8_experts(by_group, rounding, monkeypatch):
     error = (actual.cpu() - expected).norm() / expected.norm()
     # An inner activation whose last bit differs may round to the other neighbour.
     assert error < (1e-5 if rounding is None else 5e-3)
+    assert torch.equal(beside_adapters(packed, x, chosen, weights), actual)
     alone = packed(x[-1:].clone(), chosen[-1:].clone(), weights[-1:].clone())
     assert torch.equal(alone, actual[-1:])
 
@@ -476,6 +493,7 @@ def test_experts_in_four_bits(e2m1, width, form):
     actual = packed(x, chosen, weights)
     expected = plain(x.cpu(), chosen.cpu(), weights.cpu())
     torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(beside_adapters(packed, x, chosen, weights), actual)
     alone = packed(x[-1:].clone(), chosen[-1:].clone(), weights[-1:].clone())
     assert torch.equal(alone, actual[-1:])
 

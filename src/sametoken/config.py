@@ -165,6 +165,9 @@ class EngineConfig:
     max_lora_rank: int = option(
         16, "with enable_lora, the largest rank of an adapter that comes", limits=(1, 512)
     )
+    lora_experts: bool = option(
+        False, "with enable_lora, adapters that come may change experts, which takes much memory"
+    )
     speculative_config: SpeculativeConfig | None = option(
         None,
         "how drafts are made: a method's name, or JSON whose keys sametoken help speculative lists",

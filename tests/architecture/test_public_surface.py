@@ -38,6 +38,7 @@ ENGINE = {
 }
 OWN_ENGINE_OPTIONS = {
     "lora_modules",
+    "lora_experts",
     "fast_prompts_from",
     "prefill_chunk_size",
     "block_size",

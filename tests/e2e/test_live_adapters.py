@@ -11,9 +11,10 @@ import httpx
 import pytest
 import torch
 
-from helpers.adapters import ATTENTION, MLP, in_memory, write_adapter
+from helpers.adapters import ATTENTION, MLP, in_memory, write_adapter, write_stacks
 from helpers.chat_model import write_chat_model
 from helpers.checkpoints import write_llama
+from helpers.families import write_family
 from helpers.http_server import TOY_ENGINE, RunningServer, running_server
 from helpers.updates import NGRAM, PROMPTS, engine, params
 from sametoken import LLM, LoRARequest, RequestOutput, SamplingParams
@@ -104,6 +105,29 @@ def test_adapters_come_and_go_and_leave_nothing_behind(files, truth, ranks):
         assert said(llm, "b") == expected["down"]
         assert said(llm) == plain
         assert llm.speculation_metrics.num_accepted_tokens > 0
+
+
+def test_adapters_of_experts_come_where_there_is_room_beside_them(tmp_path):
+    target = write_family(tmp_path / "target", "qwen3_moe")
+    adapter = write_stacks(tmp_path / "adapter", target)
+    few = write_adapter(tmp_path / "few", target, ("q_proj", "experts.3.up_proj"), rank=5)
+    with engine(target, lora_modules={"own": adapter}) as llm:
+        truth = {"stacks": said(llm, "own"), None: said(llm)}
+    with engine(target, lora_modules={"own": few}) as llm:
+        truth["few"] = said(llm, "own")
+    no_room = pytest.raises(RequestError, match=r"no room beside them.*start with lora_experts")
+    with engine(target, **ROOM) as llm, no_room:
+        llm.adapters.load("a", adapter)
+    for ranks in (1, 2):
+        divided = {"tensor_parallel_size": ranks, "max_loras": 1, "lora_experts": True}
+        with engine(target, NGRAM, **ROOM | divided) as llm:
+            for name, path in (("stacks", adapter), ("few", few), ("stacks", adapter)):
+                load_a(llm, path, "path" if name == "few" else "memory")
+                found = said(llm, ["a", None, "a", "a"])
+                expected = [truth[own][i] for i, own in enumerate((name, None, name, name))]
+                # Two ranks have bits of their own.
+                same = [one[0] for one in found] == [one[0] for one in expected]
+                assert same if ranks == 2 else found == expected
 
 
 def test_a_request_brings_its_adapter(files, truth):

@@ -9,7 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.adapters import ATTENTION, MLP, write_adapter, write_files, write_merged
+from helpers.adapters import (
+    ATTENTION,
+    MLP,
+    write_adapter,
+    write_files,
+    write_merged,
+    write_stacks,
+)
 from helpers.checkpoints import head_tensors, write_checkpoint, write_llama, write_safeailab
 from helpers.families import write_family
 from helpers.harness import replayed_by, request, run, swapped_by
@@ -122,12 +129,22 @@ def test_prefixes_are_shared_by_requests_of_one_adapter_alone(files):
     assert max(cached) == 16
 
 
+#: Adapters of experts in PEFT's layouts of parameters.
+STACKS, TURNED = "stacks", "turned"
 KINDS = {
     "llama": (lambda at: write_llama(at, **HEADS), (*ATTENTION, *MLP)),
     "qwen3_5": (lambda at: write_hybrid(at, "qwen3_5"), (*ATTENTION, *MLP, *LINEAR)),
-    "qwen3_moe": (lambda at: write_family(at, "qwen3_moe"), (*ATTENTION, "gate")),
+    "qwen3_moe": (lambda at: write_family(at, "qwen3_moe"), (*ATTENTION, *MLP, "gate")),
+    "qwen3_moe_stacks": (lambda at: write_family(at, "qwen3_moe"), STACKS),
+    "mixtral": (lambda at: write_family(at, "mixtral"), ("q_proj", "w1", "w2", "w3", "gate")),
+    "glm4_moe": (lambda at: write_family(at, "glm4_moe"), ("experts.0.up_proj", "gate")),
+    "gpt_oss_stacks": (lambda at: write_family(at, "gpt_oss"), STACKS),
+    "gemma4_turned": (lambda at: write_family(at, "gemma4"), TURNED),
     "phi3": (lambda at: write_family(at, "phi3"), ("qkv_proj", "gate_up_proj", "o_proj")),
-    "nemotron": (lambda at: write_nemotron(at, seed=4), ("in_proj", "out_proj", *ATTENTION)),
+    "nemotron": (
+        lambda at: write_nemotron(at, seed=4),
+        ("in_proj", "out_proj", *ATTENTION, *MLP, "gate"),
+    ),
     "falcon_h1": (
         lambda at: write_family(at, "falcon_h1"),
         ("in_proj", "out_proj", *ATTENTION, *MLP),
@@ -146,8 +163,12 @@ KINDS = {
 def test_an_adapter_gives_the_tokens_of_the_merged_checkpoint(tmp_path, kind):
     write, modules = KINDS[kind]
     target = write(tmp_path / "target")
-    adapter = write_adapter(tmp_path / "adapter", target, modules, seed=3)
-    merged = write_merged(tmp_path / "merged", target, adapter)
+    turned = modules is TURNED
+    if isinstance(modules, str):
+        adapter = write_stacks(tmp_path / "adapter", target, seed=3, turned=turned)
+    else:
+        adapter = write_adapter(tmp_path / "adapter", target, modules, seed=3)
+    merged = write_merged(tmp_path / "merged", target, adapter, turned=turned)
     spec = mtp(3) if kind == "qwen3_5" else NGRAM
     core = build(target, spec, lora_modules={"own": adapter}, dtype="float32")
     asked = [replace(one, adapter=1) for one in requests()]
@@ -155,8 +176,33 @@ def test_an_adapter_gives_the_tokens_of_the_merged_checkpoint(tmp_path, kind):
     assert run(core, asked).tokens == expected != run(core, requests()).tokens
 
 
-def test_ranks_divide_adapters_as_they_divide_weights(files, tmp_path):
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    """A mixture of experts; adapters of some experts and of all of them at once."""
+    folder = tmp_path_factory.mktemp("experts")
+    target = write_family(folder / "target", "qwen3_moe")
+    some = ("q_proj", "experts.0.gate_proj", "experts.3.down_proj", "experts.4.up_proj")
+    return {
+        "llama": target,
+        "all": write_adapter(folder / "some", target, some, rank=5, seed=1),
+        "few": write_stacks(folder / "stacks", target, seed=2, turned=True),
+    }
+
+
+def test_adapters_of_experts_change_no_bit_of_other_rows(sparse):
+    bits = scored(adapted(sparse, max_num_seqs=1, prefill_chunk_size=0), mixed())
+    assert scored(adapted(sparse, NGRAM, prefill_chunk_size=3), mixed()) == bits
+    assert scored(adapted(sparse, NGRAM, "static", prefill_chunk_size=5), mixed()) == bits
+    plain = scored(build(sparse["llama"], dtype="bfloat16"), mixed((0,) * 5))
+    assert [plain[one.request_id] == bits[one.request_id] for one in mixed()] == [
+        not number for number in CHOSEN
+    ]
+
+
+@pytest.mark.parametrize("kind", ["files", "sparse"])
+def test_ranks_divide_adapters_as_they_divide_weights(request, kind):
     """The law holds for the degree by itself; tokens in fp32 are those of one rank."""
+    files = request.getfixturevalue(kind)
 
     def over_two(wanted, spec=None, dtype="bfloat16", **options):
         modules = {name: files[name] for name in ("all", "few")}
@@ -174,15 +220,17 @@ def test_ranks_divide_adapters_as_they_divide_weights(files, tmp_path):
     assert tokens == run(adapted(files, dtype="float32"), mixed()).tokens
 
 
-def test_a_quantized_model_has_adapters_in_16_bits(tmp_path):
+@pytest.mark.parametrize("kind", ["files", "sparse"])
+def test_a_quantized_model_has_adapters_in_16_bits(request, kind, tmp_path):
     """Rows without one have the bits that they have where norms round for the product."""
-    dense = write_llama(tmp_path / "dense", **HEADS)
+    dense = request.getfixturevalue(kind)["llama"]
     tensors, config = (
         load_file(dense / "model.safetensors"),
         json.loads((dense / "config.json").read_text()),
     )
     stored, _ = quantize_tensors(tensors, "channel", scale_name="weight_scale")
-    config["quantization_config"] = compressed_config("channel", TOKEN)
+    ignore = ["lm_head", *(f"model.layers.{index}.mlp.gate" for index in range(3))]
+    config["quantization_config"] = compressed_config("channel", TOKEN, ignore=ignore)
     target = write_checkpoint(tmp_path / "target", config, stored)
     adapter = write_adapter(tmp_path / "adapter", dense, (*ATTENTION, *MLP))
     options = {"dtype": "bfloat16", "lora_modules": {"own": adapter}}
@@ -223,6 +271,38 @@ def test_adapters_of_other_models_are_refused(files, tmp_path):
         build(files["llama"], lora_modules={"own": other})
 
 
+EXPERTS = "base_model.model.model.layers.1.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [
+        (
+            {".6.gate_proj": (3, 32, 16)},
+            r"no linears or experts of this model: layers\.1\.mlp\.experts\.6",
+        ),
+        (
+            {".0.gate_proj": (3, 16, 32)},
+            r"layers\.1\.mlp\.experts\.0\.gate_proj of 32 x 16, .*16 x 32",
+        ),
+        ({"": (15, 16, 32)}, r"down_proj of 5 x 32 x 16, the model's has 6 x 32 x 16"),
+        ({"": (18, 16, 24)}, r"down_proj of 6 x 24 x 16, the model's has 6 x 32 x 16"),
+        ({"": (18, 32, 32)}, "square matrices of experts alone"),
+    ],
+)
+def test_adapters_of_other_experts_are_refused(sparse, tmp_path, shapes, said):
+    """Of 6 experts of 32 hidden and 16 inner features."""
+    tensors = {}
+    for name, (rank, width, size) in shapes.items():
+        tensors[f"{EXPERTS}{name}.lora_A.weight"] = torch.ones(rank, width)
+        tensors[f"{EXPERTS}{name}.lora_B.weight"] = torch.ones(size, rank)
+    parameter = "experts.gate_up_proj" if "square" in said else "experts.down_proj"
+    config = {"peft_type": "LORA", "r": 3, "target_parameters": [parameter]}
+    other = write_files(tmp_path / "other", tensors, config)
+    with pytest.raises((CheckpointError, UnsupportedError), match=said):
+        build(sparse["llama"], lora_modules={"own": other})
+
+
 def test_a_broken_adapter_is_refused_before_weights_are_read(files, tmp_path, monkeypatch):
     broken = write_adapter(tmp_path / "broken", files["llama"], ("q_proj",))
     (broken / "adapter_model.safetensors").write_bytes(b"no tensors")
@@ -239,9 +319,14 @@ def test_the_memory_of_adapters_is_known_before_the_start(files, monkeypatch):
     assert measure_memory(config).weights == weights > measure_memory(alone).weights
 
 
-def test_weights_change_under_adapters(files, tmp_path):
+@pytest.mark.parametrize("kind", ["files", "sparse"])
+def test_weights_change_under_adapters(request, kind, tmp_path):
     """Both models read the new weights; the adapters stay."""
-    other = write_llama(tmp_path / "other", seed=9, **HEADS)
+    files = request.getfixturevalue(kind)
+    if kind == "files":
+        other = write_llama(tmp_path / "other", seed=9, **HEADS)
+    else:
+        other = write_family(tmp_path / "other", "qwen3_moe", seed=9)
     live = adapted(files, NGRAM)
     scored(live, mixed())
     live.upkeep.use_weights(live.weights.load(source_of(other), "model"))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_files import HYBRID_SIZES, LENGTHS, OPTIONS, SIZES
+from gpu_files import HYBRID_SIZES, LENGTHS, OPTIONS, SIZES, write_small_family
 from recorded_gpu import windows_must_be_captured
 
-from helpers.adapters import ATTENTION, MLP, write_adapter
+from helpers.adapters import ATTENTION, MLP, write_adapter, write_stacks
 from helpers.checkpoints import write_llama
 from helpers.hybrids import write_hybrid
 from sametoken import LLM, SamplingParams
@@ -103,7 +103,10 @@ def files(tmp_path_factory):
         every = write_adapter(folder / f"{name}-all", target, (*ATTENTION, *MLP, *more), seed=1)
         few = write_adapter(folder / f"{name}-few", target, ("q_proj", "v_proj"), 17, seed=2)
         found[name] = target, {"all": every, "few": few}
-    return found
+    sparse = write_small_family(folder / "sparse", "qwen3_moe")
+    some = write_adapter(folder / "sparse-some", sparse, ("q_proj", *MLP), seed=1)
+    stacks = write_stacks(folder / "sparse-stacks", sparse, 17, seed=2)
+    return found | {"sparse": (sparse, {"all": some, "few": stacks})}
 
 
 def engine(files, name, spec=None, **options) -> LLM:
@@ -149,7 +152,14 @@ def truth(files):
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 @pytest.mark.parametrize(
     ("name", "spec"),
-    [("llama", None), ("llama", NGRAM), ("llama", "self"), ("hybrid", NGRAM), ("hybrid", "mtp")],
+    [
+        ("llama", None),
+        ("llama", NGRAM),
+        ("llama", "self"),
+        ("hybrid", NGRAM),
+        ("hybrid", "mtp"),
+        ("sparse", NGRAM),
+    ],
 )
 def test_the_same_tokens(files, truth, monkeypatch, name, spec, eager):
     if spec == "self":
@@ -182,12 +192,13 @@ def test_adapters_that_come_have_the_bits_of_those_of_the_start(files, truth, mo
     assert generate(llm) == truth["llama"]
 
 
-def test_a_request_without_an_adapter_has_the_model_s_bits(files, truth):
-    path, _ = files["llama"]
+@pytest.mark.parametrize("name", ["llama", "sparse"])
+def test_a_request_without_an_adapter_has_the_model_s_bits(files, truth, name):
+    path, _ = files[name]
     options = OPTIONS | {"max_num_seqs": 9}
     plain = generate(LLM(str(path), skip_tokenizer_init=True, **options), adapted=False)
-    assert plain[::3] == truth["llama"][::3]
-    assert all(one != other for one, other in zip(plain[1::3], truth["llama"][1::3], strict=True))
+    assert plain[::3] == truth[name][::3]
+    assert all(one != other for one, other in zip(plain[1::3], truth[name][1::3], strict=True))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

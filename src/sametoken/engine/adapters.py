@@ -12,7 +12,8 @@ from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError
 from sametoken.layers.parallel import TensorParallel
 from sametoken.layers.slices import SLICE_ROWS
-from sametoken.models.adapted import AdaptedModel, Adapter
+from sametoken.models.adapted import AdaptedModel
+from sametoken.models.adapter_factors import Adapter
 from sametoken.models.decoder import Decoder
 from sametoken.models.load.adapter import Stamps, changed, open_adapter, read_adapter_config
 from sametoken.models.names import resolve_adapter
@@ -79,14 +80,16 @@ def adapted(
         CheckpointError, UnsupportedError: as ``AdaptedModel.prepare``.
     """
     ranks, modules = [one.rank for one in adapters], None
-    count = len(adapters)
+    count, experts = len(adapters), any(one.has_experts for one in adapters)
     if config.enable_lora:
         count, ranks = max(count, config.max_loras), [*ranks, config.max_lora_rank]
+        experts |= config.lora_experts
     elif adapters:
-        modules = frozenset(module for one in adapters for module in one.modules)
+        modules = frozenset(name for one in adapters for name in one.changed)
     else:
         return None
-    model = AdaptedModel(target, parallel, Room(count, max(ranks), dtype, device), modules)
+    room = Room(count, max(ranks), dtype, device)
+    model = AdaptedModel(target, parallel, room, modules, experts=experts and modules is None)
     for number, adapter in enumerate(adapters, start=1):
         model.prepare(adapter, number)(number)
     return model

@@ -309,6 +309,7 @@ def load(
         attention_kernels=_attention_kernels(backend, requested, own, target.has_sinks),
         reasons={**defaults, **memory.reasons, **swap.reasons, **off_reasons, "dtype": why},
         weights_bytes=widest.weights_bytes,
+        adapters_bytes=widest.weights_bytes - target.weights_bytes,
         kv_bytes=bytes_per_block(caches, config.block_size) * (memory.num_kv_blocks + 1),
         recurrent_bytes=recurrent_bytes,
         step_bytes=steps.bytes_of(config.max_num_batched_tokens),

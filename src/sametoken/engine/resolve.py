@@ -10,7 +10,13 @@ import torch
 
 from sametoken.config import EngineConfig
 from sametoken.engine.request_memory import RequestMemory
-from sametoken.engine.step_memory import StepMemory, most_adapted, most_expanded, most_mixing
+from sametoken.engine.step_memory import (
+    StepMemory,
+    experts_per_row,
+    most_adapted,
+    most_expanded,
+    most_mixing,
+)
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
@@ -58,6 +64,7 @@ class ResolvedConfig:
         usual_rows: as in ``SchedulerLimits``.
         kernels, attention_kernels: names of what computes models, and of what computes attention.
         weights_bytes, kv_bytes: memory of the target's weights and of all KV caches.
+        adapters_bytes: of adapters beside them, part of ``weights_bytes``.
         recurrent_bytes: memory of all slots' recurrent state, not included in ``kv_bytes``.
         step_bytes: memory of the largest step while it runs.
         num_kept_states: recurrent states that are kept for prefix caching at most.
@@ -83,6 +90,7 @@ class ResolvedConfig:
     num_kept_states: int = 0
     kept_states_bytes: int = 0
     request_memory: RequestMemory = field(default_factory=RequestMemory)
+    adapters_bytes: int = 0
 
     @property
     def kv_cache_dtype(self) -> torch.dtype:
@@ -261,7 +269,12 @@ def resolve_steps(
     num_expanded = most_expanded(models, device)
     sinks, width = target.has_sinks, dtype.itemsize
     mixing = most_mixing(models, config, stored, device, longest, has_sinks=sinks, width=width)
-    sizes = num_aux_layers, num_expanded, mixing, most_adapted(target)
+    sizes = (
+        num_aux_layers,
+        num_expanded,
+        mixing,
+        most_adapted(target, experts_per_row(target.config)),
+    )
     return StepMemory.of(config, target.config, caches, dtype, *sizes)
 
 

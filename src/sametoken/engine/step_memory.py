@@ -21,6 +21,7 @@ from sametoken.ops.model.attention.scratch import Launches, Runs
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 from sametoken.ops.model.latent_attention.shape import ExpandedShape, LatentShape
 from sametoken.ops.model.low_rank import AdaptedWeight
+from sametoken.ops.model.low_rank_experts import AdaptedExperts
 from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.model.moe import SeparateExperts
 from sametoken.ops.model.recurrent.rule import FAST_ROWS, RecurrentRule
@@ -97,8 +98,7 @@ class StepMemory:
         if isinstance(own, int):
             hidden += _LAYER_INPUTS * model.num_layers * own * width
         mixer = max((_mixer_bytes(cache, model, width, size) for cache in caches), default=0)
-        experts = model.extra.get("num_experts_per_tok")
-        chosen = experts if isinstance(experts, int) else 0
+        chosen = experts_per_row(model)
         returned = chosen * model.num_layers if config.enable_return_routed_experts else 0
         features = (3 * model.intermediate_size + model.hidden_size) * (chosen or 1)
         return cls(
@@ -148,14 +148,23 @@ def most_expanded(node: object, device: torch.device) -> int:
     return max((most_expanded(part, device) for part in parts), default=0)
 
 
-def most_adapted(node: object) -> int:
+def experts_per_row(model: ModelConfig) -> int:
+    """The experts that a row chooses; 0: there are none."""
+    experts = model.extra.get("num_experts_per_tok")
+    return experts if isinstance(experts, int) else 0
+
+
+def most_adapted(node: object, chosen: int) -> int:
     """The most bytes of a row that adapters need beside a product on a GPU.
 
     Args:
         node: models, nested in any way.
+        chosen: as ``experts_per_row`` counts them.
     """
     own = node.update.row_bytes if isinstance(node, AdaptedWeight) else 0
-    return max(own, *(most_adapted(child) for _, child in children_of(node)), 0)
+    if isinstance(node, AdaptedExperts):
+        own = node.pair_bytes * chosen
+    return max(own, *(most_adapted(child, chosen) for _, child in children_of(node)), 0)
 
 
 def widened_bytes(node: object) -> int:

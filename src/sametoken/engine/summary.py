@@ -60,14 +60,16 @@ def _facts(resolved: ResolvedConfig) -> tuple[Setting, ...]:
     """What follows from the options, and from what."""
     memory, config = resolved.request_memory, resolved.config
     blocks = f"{resolved.num_kv_blocks} blocks of {config.block_size} tokens, and a reserved one"
-    own = "of the model and its drafter"
+    own, weights = "of the model and its drafter", "of the model, in memory"
+    if resolved.adapters_bytes:
+        weights = f"of the model, and {in_units(resolved.adapters_bytes)} of them for adapters"
     states = f"of {config.max_num_seqs} slots and a reserved one"
     pending = "raw inputs of rows that no recurrent state covers"
     if k := memory.num_drafts:
         each = in_units(memory.state_per_draft)
         pending += f" yet, {k} drafts among them; a state for each draft would take {each}"
     sizes = {
-        "weights_bytes": (resolved.weights_bytes, "of the model, in memory"),
+        "weights_bytes": (resolved.weights_bytes, weights),
         "kv_bytes": (resolved.kv_bytes, blocks),
         "recurrent_bytes": (resolved.recurrent_bytes, states),
         "step_bytes": (resolved.step_bytes, f"of a step of {config.max_num_batched_tokens} rows"),

@@ -5,39 +5,29 @@ Both run side by side: a step whose requests have no adapters is one of the mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from sametoken.errors import CheckpointError, UnsupportedError
+import torch
+
+from sametoken.errors import UnsupportedError
+from sametoken.layers.feed_forward import (
+    DividedExperts,
+    LayerExperts,
+    PreciseRouter,
+    WholeExperts,
+)
 from sametoken.layers.linear import Linear, Projection, RowParallelLinear
 from sametoken.layers.norm import RMSNorm, RoundingNorm
 from sametoken.layers.parallel import TensorParallel
 from sametoken.layers.share import Part, Split, share_of
+from sametoken.models.adapted_experts import ExpertPlaces, is_transposed
+from sametoken.models.adapter_factors import Adapter, RankShares, experts_of, module_name
 from sametoken.models.decoder import Decoder, DecoderLayer
 from sametoken.ops.model.low_rank import Factors, Room, RowAdapters, Update
-
-#: Where a decoder's layers begin in the names of modules.
-_LAYERS = "layers."
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """The low-rank updates of a model's linear modules.
-
-    Attributes:
-        location: its directory, for messages.
-        modules: by name from "layers." on, e.g. "layers.0.self_attn.q_proj"; on the host.
-    """
-
-    location: str
-    modules: Mapping[str, Factors]
-
-    @property
-    def rank(self) -> int:
-        """The largest of its modules."""
-        return max(one.rank for one in self.modules.values())
+from sametoken.ops.model.low_rank_experts import ExpertSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +48,14 @@ class _AdaptedLinear:
 
 
 class AdaptedModel:
-    """A decoder beside whose linears adapters have places, numbered from 1 on.
+    """A decoder beside whose linears and experts adapters have places, numbered from 1 on.
 
     Args:
         target: the model whose rows have none.
         parallel: the ranks that divide it.
         room: see below.
         modules: those that may be adapted; None: all linears of its layers.
+        experts: whether all its experts may be, too.
 
     Attributes:
         decoder: the model whose rows may have adapters.
@@ -79,17 +70,22 @@ class AdaptedModel:
         parallel: TensorParallel,
         room: Room,
         modules: frozenset[str] | None = None,
+        *,
+        experts: bool = False,
     ) -> None:
         self.rows, self.places = RowAdapters(), dict[int, int]()
         self._kernels, self._parallel, self.room = target.kernels, parallel, room
         self._wanted, self._linears = modules, list[_AdaptedLinear]()
+        self._all_experts, self._experts = experts, list[ExpertPlaces]()
+        self._has_experts = False
         self.decoder = copy(target)
         self.decoder.layers = tuple(self._adapted(layer) for layer in target.layers)
 
     @property
     def most_bytes(self) -> int:
         """Of an adapter's factors in the widest dtype, float64."""
-        sizes = (one.in_features + part.rows for one in self._linears for part in one.parts)
+        sizes = [one.in_features + part.rows for one in self._linears for part in one.parts]
+        sizes += [one.most_elements for one in self._experts]
         return sum(sizes) * self.room.rank * 8
 
     def prepare(self, adapter: Adapter, number: int) -> Callable[[int], None]:
@@ -103,8 +99,9 @@ class AdaptedModel:
             A function of the place, which no unfinished request's adapter may have.
 
         Raises:
-            CheckpointError: its factors have other shapes than the model's linears.
-            UnsupportedError: a module is no linear of the model, or there is no room for its rank.
+            CheckpointError: its factors have other shapes than the model's linears and experts.
+            UnsupportedError: a module is none of the model's, or there is no room for it or for its
+                rank.
         """
         self._require_known(adapter)
         if adapter.rank > self.room.rank:
@@ -117,6 +114,7 @@ class AdaptedModel:
             one.update.prepare([self._factors(adapter, one, i) for i in range(len(one.parts))])
             for one in self._linears
         ]
+        writes += self._of_experts(adapter)
 
         def write(place: int) -> None:
             for each in writes:
@@ -130,14 +128,33 @@ class AdaptedModel:
     def _require_known(self, adapter: Adapter) -> None:
         """Refuse what the model would leave out, and so differ from the one that was trained."""
         known = {module for one in self._linears for module in one.modules}
-        unused = sorted(adapter.modules.keys() - known)
+        unused = {*adapter.modules, *adapter.stacks} - known
+        for one in self._experts:
+            unused -= one.known
+        named = ", ".join(sorted(unused)[:3]) + (", ..." if len(unused) > 3 else "")
+        if self._has_experts and not self._experts and any(map(experts_of, unused)):
+            raise UnsupportedError(
+                f"adapter {adapter.location} changes experts, and there is no room beside them",
+                "start with lora_experts",
+            )
         if unused:
             raise UnsupportedError(
                 f"adapter {adapter.location} changes {len(unused)} modules that are no linears "
-                f"of this model: {', '.join(unused[:3])}{', ...' if len(unused) > 3 else ''}",
-                "train an adapter of the attention's and the MLP's projections alone, or merge "
-                "it into the checkpoint",
+                f"or experts of this model: {named}",
+                "train an adapter of the attention's, the MLP's and the experts' projections "
+                "alone, or merge it into the checkpoint",
             )
+
+    def _of_experts(self, adapter: Adapter) -> list[Callable[[int], None]]:
+        if not self._experts:
+            return []
+        transposed = is_transposed(adapter, self._experts)
+        # All experts of a layer come to the device together.
+        shares = RankShares(self._parallel, self.room.dtype, torch.device("cpu"))
+        return [
+            one.experts.prepare(one.factors(adapter, shares, transposed=transposed))
+            for one in self._experts
+        ]
 
     def _factors(self, adapter: Adapter, linear: _AdaptedLinear, index: int) -> Factors | None:
         """This rank's share of what an adapter adds to a part; None: nothing."""
@@ -145,32 +162,22 @@ class AdaptedModel:
         own = adapter.modules.get(module)
         if own is None:
             return None
-        found = own.up.shape[0], own.down.shape[1]
-        if found != (part.rows, in_features):
-            raise CheckpointError(
-                f"adapter {adapter.location} is for a {module} of {found[0]} x {found[1]}, the "
-                f"model's has {part.rows} x {in_features}",
-                "check that adapter and model belong together",
-            )
-        # Ranks that divide a linear's inputs divide the first factor, else the second.
-        inputs = part.split if part.split is Split.COLUMNS else Split.WHOLE
-        down = share_of(Part(module, own.rank, split=inputs), (in_features,), self._parallel)
-        up = share_of(part.of_rows(), (own.rank,), self._parallel)
-        at = self.room.dtype, self.room.device
-        return Factors(down.of(own.down, *at), up.of(own.up, *at), own.scale)
+        shares = RankShares(self._parallel, self.room.dtype, self.room.device)
+        return shares.of(own, module, part, in_features, adapter.location)
 
     def _adapted(self, node: Any) -> Any:
-        """A part of the model with adapters beside its linears; itself where it has none."""
-        if isinstance(node, Linear | RowParallelLinear):
+        """A part of the model with adapters beside what it multiplies; itself where it has none."""
+        if isinstance(node, Linear | RowParallelLinear | PreciseRouter):
             return self._linear(node)
+        if isinstance(node, WholeExperts | DividedExperts):
+            return self._beside_experts(node)
         if isinstance(node, RoundingNorm):
             # An adapter's product reads rows that are not rounded; its weight's rounds them itself.
             return RMSNorm(node.kernels, node.weight, node.eps)
         if not is_dataclass(node) or isinstance(node, type):
             return node
         parts = {one.name: getattr(node, one.name) for one in fields(node)}
-        # Experts multiply other rows than those of the pass.
-        found = {name: self._adapted(one) for name, one in parts.items() if name != "experts"}
+        found = {name: self._adapted(one) for name, one in parts.items()}
         changed = {name: one for name, one in found.items() if one is not parts[name]}
         if not changed:
             return node
@@ -178,9 +185,9 @@ class AdaptedModel:
             changed["whole"] = None
         return replace(node, **changed)
 
-    def _linear(self, linear: Linear | RowParallelLinear) -> Projection:
+    def _linear(self, linear: Linear | RowParallelLinear | PreciseRouter) -> Projection:
         parts = linear.parts
-        modules = tuple(_LAYERS + one.name.partition(_LAYERS)[2] for one in parts)
+        modules = tuple(module_name(one.name) for one in parts)
         if self._wanted is not None and self._wanted.isdisjoint(modules):
             return linear
         sizes = [share_of(one.of_rows(), (1,), self._parallel).num_rows for one in parts]
@@ -189,3 +196,14 @@ class AdaptedModel:
         in_features = linear.weight.in_features * (self._parallel.size if divided else 1)
         self._linears.append(_AdaptedLinear(modules, parts, in_features, weight.update))
         return replace(linear, weight=weight)
+
+    def _beside_experts(self, node: LayerExperts) -> LayerExperts:
+        modules, name = node.modules, module_name(node.modules.name)
+        self._has_experts = True
+        if not (self._all_experts or (self._wanted and name in self._wanted)):
+            return node
+        inputs = tuple(share_of(one, (1,), self._parallel).num_rows for one in modules.inputs)
+        sizes = ExpertSizes(modules.count, modules.output.rows, inputs)
+        experts = self._kernels.adapt_experts(node.experts, sizes, self.room, self.rows)
+        self._experts.append(ExpertPlaces(name, modules, experts))
+        return replace(node, experts=experts)

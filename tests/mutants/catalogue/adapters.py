@@ -10,12 +10,15 @@ import pytest
 from mutants.catalogue.planting import mutant
 from sametoken.models.load import adapter
 from sametoken.ops.model.low_rank import SeparateUpdates
+from sametoken.ops.model.low_rank_experts import AdaptedSeparateExperts
+from sametoken.ops.model.moe import SeparateExperts
 from sametoken.runner.adapters import AdaptedSteps, AdaptedTarget
 from sametoken.scheduler.kv_memory import KVMemory
 from sametoken.scheduler.scheduler import Scheduler
 
 ADAPTERS = "tests/e2e/test_lora.py::test"
 ADAPTED = f"{ADAPTERS}_drafts_chunks_and_other_adapters_change_no_bit[spec1-compact-3]"
+EXPERTS = f"{ADAPTERS}_adapters_of_experts_change_no_bit_of_other_rows"
 COMING = "tests/e2e/test_live_adapters.py::test_adapters_come_and_go_and_leave_nothing_behind[1]"
 WAITING = "tests/e2e/test_live_adapters.py::test_a_request_that_waits_keeps_its_adapter"
 WRITTEN = (
@@ -52,6 +55,15 @@ def adapters_by_place(patch: pytest.MonkeyPatch) -> None:
         yield
 
     patch.setattr(AdaptedTarget, "around", mutant)
+
+
+@mutant("experts-read-the-adapters-of-the-first-rows", "docs/decisions/0045", EXPERTS, "tokens")
+def an_expert_s_rows_are_the_first(patch: pytest.MonkeyPatch) -> None:
+    def mutant(self, expert, x, rows, out_dtype):
+        self.own_rows.begin(self.rows.of(x).numbers[: rows.shape[0]])
+        return SeparateExperts.of_expert(self, expert, x, rows, out_dtype)
+
+    patch.setattr(AdaptedSeparateExperts, "of_expert", mutant)
 
 
 @mutant("a-step-without-adapters-by-its-first-request", "docs/decisions/0045", ADAPTED, "tokens")

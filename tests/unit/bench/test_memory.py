@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.adapters import write_stacks
 from helpers.calculator import NGRAM
 from helpers.checkpoints import LLAMA
+from helpers.families import write_family
 from helpers.hybrids import hybrid_config
 from helpers.nemotron import nemotron_config
 from helpers.packed import packed_in
@@ -25,6 +27,8 @@ from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.loader import load_model, read_config
 from sametoken.ops.model.attention import hopper
+from sametoken.ops.model.low_rank import Room
+from sametoken.ops.model.low_rank_experts_triton import StackedPairUpdates
 from sametoken.ops.reference import ReferenceKernels
 
 MB, GB = 10**6, 10**9
@@ -188,6 +192,27 @@ def test_on_a_gpu_adapters_are_counted_before_they_come(tmp_path, monkeypatch):
     modules += [(hidden, inner), (hidden, inner), (inner, hidden)]
     elements = sizes.num_layers * sum(map(sum, modules)) * 32
     assert found.weights - plain.weights == 2 * elements * 2
+
+
+def test_on_a_gpu_adapters_of_experts_are_counted_as_they_lie_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "resolve_device", lambda config: torch.device("cuda"))
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: False)
+    path = write_family(tmp_path / "sparse", "qwen3_moe")
+    options = {"dtype": "bfloat16", "kv_cache_memory_bytes": 2**20, "enable_lora": True}
+    options |= {"max_loras": 2, "max_lora_rank": 20}
+    of_linears = measure_memory(config(path, **options))
+    found = measure_memory(config(path, **options, lora_experts=True))
+    # Of two layers with six experts of 16 inner features; ranks are padded to powers of two.
+    room = Room(2, 20, torch.bfloat16, torch.device("meta"))
+    updates = [
+        StackedPairUpdates.of(6, 32, (16, 16), room),
+        StackedPairUpdates.of(6, 16, (32,), room),
+    ]
+    assert found.weights - of_linears.weights == 2 * sum(one.nbytes for one in updates)
+    adapter = write_stacks(tmp_path / "adapter", path, rank=20)
+    modules = {"own": str(adapter), "other": str(adapter)}
+    brought = measure_memory(config(path, **options, lora_modules=modules))
+    assert brought.weights == found.weights
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])

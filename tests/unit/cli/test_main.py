@@ -89,6 +89,7 @@ class FakeLLM:
             **dict.fromkeys(("weights_bytes", "kv_bytes", "recurrent_bytes", "step_bytes"), 2**20),
             kept_states_bytes=2**20,
             num_kept_states=3,
+            adapters_bytes=0,
         )
 
     def generate_stream(self, prompt, params, *, lora_request):

@@ -61,3 +61,6 @@ def test_settings_are_in_people_s_units(resolved):
     assert settings["max_model_len"] == "40 k tokens"
     assert (settings["weights_bytes"], settings["kv_bytes"]) == ("5.0 MiB", "1.5 GiB")
     assert settings["speculative_config"] == '{"method": "ngram", "num_speculative_tokens": 4}'
+    found = explanation(replace(resolved, **sizes, adapters_bytes=2**20))
+    reasons = {one.name: one.reason for one in found}
+    assert reasons["weights_bytes"] == "of the model, and 1.0 MiB of them for adapters"

@@ -25,7 +25,8 @@ from sametoken.errors import (
     shown,
 )
 from sametoken.io.files import copied
-from sametoken.models.adapted import Adapter
+from sametoken.models.adapter_factors import Adapter, StackedFactors, experts_of, module_name
+from sametoken.models.load.expert_stacks import parameters_of, stack_of
 from sametoken.models.load.files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -45,7 +46,14 @@ MAX_RANK = 512
 MAX_ALPHA = 2**20
 #: Of r and of lora_alpha.
 _DEFAULT = 8
-_USED = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "init_lora_weights")
+_USED = (
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "init_lora_weights",
+    "target_parameters",
+)
 _ONLY: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -105,6 +113,7 @@ class AdapterConfig:
         rank: of modules that no pattern of ``ranks`` matches.
         alpha: of modules that no pattern of ``alphas`` matches.
         by_root: whether alpha is divided by the root of the rank.
+        parameters: ends of the names of parameters that were trained without their modules.
     """
 
     rank: int
@@ -112,24 +121,27 @@ class AdapterConfig:
     ranks: tuple[tuple[re.Pattern[str], int], ...]
     alphas: tuple[tuple[re.Pattern[str], float], ...]
     by_root: bool
+    parameters: tuple[str, ...] = ()
+
+    def trains(self, parameter: str) -> bool:
+        """Whether it trains a parameter of a name below PEFT's own prefix."""
+        return any(f".{parameter}".endswith(f".{one}") for one in self.parameters)
 
     def rank_of(self, module: str) -> int:
         """The rank of a module, whose name begins below PEFT's own prefix."""
-        return next((rank for one, rank in self.ranks if one.match(module)), self.rank)
+        name = self._known_as(module)
+        return next((rank for one, rank in self.ranks if one.match(name)), self.rank)
 
     def scale_of(self, module: str) -> float:
         """The scale of a module's update, likewise."""
-        alpha = next((alpha for one, alpha in self.alphas if one.match(module)), self.alpha)
-        rank = self.rank_of(module)
+        name, rank = self._known_as(module), self.rank_of(module)
+        alpha = next((alpha for one, alpha in self.alphas if one.match(name)), self.alpha)
         return alpha / (math.sqrt(rank) if self.by_root else rank)
 
-
-@dataclass(frozen=True, slots=True)
-class _Module:
-    """A module's name below PEFT's prefix, and its tensors by factor, "A" and "B"."""
-
-    name: str
-    tensors: dict[str, str]
+    def _known_as(self, module: str) -> str:
+        """As patterns have it: of a module whose weight is a trained parameter, the weight."""
+        weight = f"{module}.weight"
+        return weight if self.trains(weight) else module
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,17 +170,26 @@ class StoredAdapter:
         """
         source, config = self.tensors, self.config
         modules = _modules(source)
-        for module in modules.values():
-            _require_rank(source, module, config.rank_of(module.name))
-        factors = {
-            at: Factors(
-                _read(source, module.tensors["A"]),
-                _read(source, module.tensors["B"]),
-                config.scale_of(module.name),
+        stacked = parameters_of(modules, config.trains, source.location)
+        for name, tensors in modules.items():
+            rank = config.rank_of(stacked.get(name, name))
+            _require_rank(source, tensors, rank, stacked=name in stacked)
+        singles, stacks = dict[str, Factors](), dict[str, StackedFactors]()
+        for name, tensors in modules.items():
+            known_as = stacked.get(name, name)
+            own = Factors(
+                _read(source, tensors["A"]), _read(source, tensors["B"]), config.scale_of(known_as)
             )
-            for at, module in modules.items()
-        }
-        return Adapter(self.location, factors)
+            at = module_name(known_as)
+            if at in singles or at in stacks:
+                raise _two_ways(source, at)
+            if name in stacked:
+                stacks[at] = stack_of(own, config.rank_of(known_as))
+            else:
+                singles[at] = own
+        for twice in {experts_of(at) for at in stacks} & {experts_of(at) for at in singles}:
+            raise _two_ways(source, twice)
+        return Adapter(self.location, singles, stacks)
 
 
 def read_adapter(path: Path) -> Adapter:
@@ -279,8 +300,12 @@ def read_adapter_config(path: Path) -> AdapterConfig:
 
 def adapter_config(read: Mapping[str, Any], location: str = "config") -> AdapterConfig:
     """A config, from a place that messages name; errors as ``read_adapter_config``."""
-    # Each version of PEFT writes new switches, which are off.
-    values = {key: value for key, value in read.items() if key in _USED or value is not False}
+    # Each version of PEFT writes new switches, which are off. In memory lists may be sets.
+    values = {
+        key: list(value) if isinstance(value, set) else value
+        for key, value in read.items()
+        if key in _USED or value is not False
+    }
     config = Settings(values, location)
     if not config.get("peft_type"):
         raise CheckpointError(f"{location} names no peft_type", "give an adapter in PEFT's format")
@@ -297,6 +322,7 @@ def adapter_config(read: Mapping[str, Any], location: str = "config") -> Adapter
         tuple((_pattern(ranks, key), _rank(ranks, key)) for key in ranks.values),
         tuple((_pattern(alphas, key), _alpha(alphas, key)) for key in alphas.values),
         config.switch("use_rslora"),
+        config.names("target_parameters"),
     )
 
 
@@ -319,9 +345,14 @@ def _alpha(given: Settings, key: str, default: float | None = None) -> float:
     return alpha
 
 
-def _modules(source: TensorSource) -> dict[str, _Module]:
-    """The modules of a file that holds both factors of each, and nothing else."""
-    modules: dict[str, _Module] = {}
+def _modules(source: TensorSource) -> dict[str, dict[str, str]]:
+    """The modules of a file that holds both factors of each, and nothing else.
+
+    Returns:
+        By their names below PEFT's prefix, the names of their tensors by factor, "A" and "B".
+    """
+    modules: dict[str, dict[str, str]] = {}
+    names: dict[str, str] = {}
     for name in source.names():
         match = _NAME.fullmatch(name)
         if match is None:
@@ -329,23 +360,34 @@ def _modules(source: TensorSource) -> dict[str, _Module]:
                 f"tensor {shown(name)} of {source.location} is no LoRA factor of a decoder layer",
                 _MERGE,
             )
-        module = modules.setdefault(match["module"], _Module(match["name"], {}))
-        if match["factor"] in module.tensors or module.name != match["name"]:
-            raise CheckpointError(f"{source.location} names {match['module']} in two ways", _AGAIN)
-        module.tensors[match["factor"]] = name
+        tensors = modules.setdefault(match["name"], {})
+        known_as = names.setdefault(match["module"], match["name"])
+        if match["factor"] in tensors or known_as != match["name"]:
+            raise _two_ways(source, match["module"])
+        tensors[match["factor"]] = name
     if not modules:
         raise CheckpointError(f"{source.location} holds no tensors", _AGAIN)
-    for module in modules.values():
-        if len(module.tensors) < 2:
-            (only,) = module.tensors.values()
+    for tensors in modules.values():
+        if len(tensors) < 2:
+            (only,) = tensors.values()
             raise CheckpointError(f"{source.location} holds {only} without its pair", _AGAIN)
     return modules
 
 
-def _require_rank(source: TensorSource, module: _Module, rank: int) -> None:
-    """Refuse factors of another shape than a module's rank gives them."""
+def _two_ways(source: TensorSource, module: str) -> CheckpointError:
+    return CheckpointError(f"{source.location} names {module} in two ways", _AGAIN)
+
+
+def _require_rank(
+    source: TensorSource, tensors: Mapping[str, str], rank: int, *, stacked: bool
+) -> None:
+    """Refuse factors of another shape than a module's rank gives them, of one or of E experts."""
+    if stacked:
+        # As many experts as the first factor has.
+        rows, *_ = source.shape(tensors["A"]) or (0,)
+        rank *= max(1, rows // rank)
     for factor, axis, wanted in (("A", 0, "r, in_features"), ("B", 1, "out_features, r")):
-        name = module.tensors[factor]
+        name = tensors[factor]
         shape = source.shape(name)
         if len(shape) != 2 or 0 in shape or shape[axis] != rank:
             raise CheckpointError(

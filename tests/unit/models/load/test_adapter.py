@@ -157,7 +157,6 @@ def test_patterns_and_scales_are_peft_s(tmp_path, settings, scale):
         {"modules_to_save": ["lm_head"]},
         {"trainable_token_indices": [3]},
         {"layer_replication": [[0, 2], [1, 3]]},
-        {"target_parameters": ["mlp.experts.down_proj"]},
         {"use_qalora": True},
         {"alora_invocation_tokens": [5, 6]},
         {"megatron_config": {"num_layers": 2}},
@@ -271,6 +270,78 @@ def test_broken_factors_are_refused(tmp_path, name, tensor, cause):
     with pytest.raises(CheckpointError, match=cause) as caught:
         read_adapter(write(tmp_path, factors(Q) | {name: tensor}))
     assert name in caught.value.cause
+
+
+EXPERTS = "layers.0.mlp.experts"
+BOTH = ["experts.down_proj", "gate_up_proj"]
+
+
+def stacks(*wrapped: str, rank: int = 4, count: int = 3) -> dict[str, Tensor]:
+    """Of parameters of ``count`` experts with 6 inputs and 10 outputs."""
+    return {
+        f"base_model.model.model.{EXPERTS}{one}.lora_{factor}.weight": torch.randn(shape)
+        for one in wrapped
+        for factor, shape in {"A": (rank * count, 6), "B": (10, rank * count)}.items()
+    }
+
+
+def test_stacks_of_experts_are_peft_s(tmp_path):
+    """The base layer is the parameter that was wrapped first; patterns name parameters."""
+    tensors = stacks(".base_layer") | stacks("", rank=2)
+    settings = {"target_parameters": BOTH, "rank_pattern": {"experts.down_proj": 2}}
+    settings["alpha_pattern"] = {"gate_up_proj": 12}
+    found = read_adapter(write(tmp_path, tensors | factors(Q), **settings))
+    assert found.modules.keys() == {Q}
+    assert found.changed - found.modules.keys() - found.stacks.keys() == {EXPERTS}
+    assert found.rank == 4
+    for wrapped, name, rank, scale in ((".base_layer", "gate_up", 4, 3), ("", "down", 2, 4)):
+        down, up = (
+            tensors[f"base_model.model.model.{EXPERTS}{wrapped}.lora_{x}.weight"] for x in "AB"
+        )
+        own = found.stacks[f"{EXPERTS}.{name}_proj"]
+        assert (own.shape, own.rank, own.scale) == ((3, 10, 6), rank, scale)
+        by_peft = torch.einsum("o r e, e r i -> e o i", up.view(10, rank, 3), down.view(3, rank, 6))
+        torch.testing.assert_close(own.up @ own.down, by_peft)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("block_sparse_moe.experts.3.w1", "mlp.experts.3.gate_proj"),
+        ("block_sparse_moe.gate", "mlp.gate"),
+        ("mlp.experts.3.w3", "mlp.experts.3.up_proj"),
+        ("experts.3.w2", "experts.3.down_proj"),
+        ("mlp.shared_experts.w1", "mlp.shared_experts.w1"),
+    ],
+)
+def test_mixtral_s_modules_have_the_names_that_came_after(tmp_path, one, other):
+    found = read_adapter(write(tmp_path, factors(f"layers.0.{one}")))
+    assert found.modules.keys() == {f"layers.0.{other}"}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "parameters", "cause"),
+    [
+        (stacks(""), (), "1 parameters of .*experts', and target_parameters names none"),
+        (stacks(""), BOTH, "1 parameters of .* names gate_up_proj, down_proj"),
+        (stacks("", ".base_layer"), BOTH[:1], "2 parameters of .* names down_proj"),
+        (stacks(".base_layer"), BOTH[:1], "1 parameters of .* names down_proj"),
+        (stacks("", rank=5), BOTH[:1], r"shape \[15, 6\], not \[r, in_features\]"),
+        (
+            stacks("") | factors(f"{EXPERTS}.0.up_proj"),
+            BOTH[:1],
+            r"names layers\.0\.mlp\.experts in two",
+        ),
+        (
+            factors("layers.0.block_sparse_moe.experts.0.w2", f"{EXPERTS}.0.down_proj"),
+            (),
+            "in two ways",
+        ),
+    ],
+)
+def test_broken_stacks_are_refused(tmp_path, tensors, parameters, cause):
+    with pytest.raises(CheckpointError, match=cause):
+        read_adapter(write(tmp_path, tensors, target_parameters=list(parameters)))
 
 
 def test_factors_of_integers_are_refused(tmp_path):

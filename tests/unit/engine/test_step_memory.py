@@ -26,6 +26,7 @@ from sametoken.engine.build_gpu import captured_shapes, eager_shapes
 from sametoken.engine.resolve import GPU_RESERVE_BYTES, resolve_kv_bytes
 from sametoken.engine.step_memory import (
     StepMemory,
+    most_adapted,
     most_expanded,
     most_mixing,
     require_addressable,
@@ -41,7 +42,11 @@ from sametoken.ops.model.gemm.int4 import Int4Weight, packed_int4
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.gemm.int4_triton import FEW_ROWS
 from sametoken.ops.model.gemm.tuning import GemmTable
+from sametoken.ops.model.low_rank import Room, RowAdapters
+from sametoken.ops.model.low_rank_experts import ExpertSizes
+from sametoken.ops.model.low_rank_experts_triton import AdaptedStackedExperts
 from sametoken.ops.model.mamba2.rule import Mamba2
+from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import TritonKernels
 from sametoken.ops.weight import Int4Matrix
@@ -306,3 +311,12 @@ def test_a_step_has_no_more_rows_than_recurrent_layers_address(rule, width):
     require_addressable(asked(most), caches, cuda)
     require_addressable(asked(2**20), caches, torch.device("cpu"))
     require_addressable(asked(2**20), [PagedKV(2, 64, 64, torch.bfloat16)], cuda)
+
+
+def test_adapted_experts_need_memory_for_each_that_a_row_chooses():
+    shapes = (4, 96, 64), (4, 64, 48)
+    stacks = (ExpertStack(torch.empty(shape, device="meta")) for shape in shapes)
+    room, sizes = Room(1, 20, torch.bfloat16, torch.device("meta")), ExpertSizes(4, 64, (48, 48))
+    experts = AdaptedStackedExperts.of(StackedExperts(*stacks), sizes, room, RowAdapters())
+    # What is between the factors, of two parts, whose ranks are padded to powers of two.
+    assert most_adapted([experts], 6) == 6 * 2 * 32 * 2

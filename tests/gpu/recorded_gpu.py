@@ -11,6 +11,7 @@ from gpu_files import OPTIONS
 from helpers.harness import run
 from helpers.recorded import watched
 from sametoken.config import EngineConfig
+from sametoken.distributed.ranks import LeadingRunner
 from sametoken.engine.build import build_engine
 from sametoken.engine.build_gpu import MOST_ROWS
 from sametoken.engine.core import EngineCore
@@ -40,7 +41,9 @@ class Tap:
         self._copies = []
 
     def runner(self, runner):
-        """The runner, tapped."""
+        """The runner, tapped; of several ranks the first one's."""
+        if isinstance(runner, LeadingRunner):
+            return dataclasses.replace(runner, inner=self.runner(runner.inner))
         tap, processing = self, watched(runner.processing, self._admit)
 
         class Tapped(type(processing)):

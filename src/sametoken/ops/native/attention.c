@@ -186,14 +186,18 @@ INLINE void merge(const attention_job *job, int64_t row, int64_t head, const flo
 
 /* Divide rows into tiles; returns their number. */
 static int64_t make_tiles(const attention_job *job, row_tile *tiles) {
-    int64_t group = job->heads / job->kv_heads, count = 0;
-    int64_t each = ceil_div(job->t * job->kv_heads, 4 * omp_get_max_threads()) * group;
-    int64_t most = larger(1, smaller(larger(each, LEAST_SHARING), MOST_SHARING) / group);
+    int64_t group = job->heads / job->kv_heads, count = 0, threads = omp_get_max_threads();
+    int64_t each = ceil_div(job->t * job->kv_heads, 4 * threads) * group;
+    int64_t least = larger(1, LEAST_SHARING / group);
+    int64_t most = larger(least, smaller(each, MOST_SHARING) / group);
+    int64_t floats = job->heads * partial_size(job->v_dim);
     for (int64_t row = 0, rows; row < job->t; row += rows) {
-        int64_t last = job->positions[row];
-        for (rows = 1; rows < most && row + rows < job->t; rows++) {
+        int64_t last = job->positions[row], limit = most;
+        for (rows = 1; rows < limit && row + rows < job->t; rows++) {
             if (job->slots[row + rows] != job->slots[row]) break;
             last = larger(last, job->positions[row + rows]);
+            limit = smaller(most, TILE_FLOATS * threads / (floats * (last / SPLIT + 1)));
+            limit = larger(limit, least);
         }
         tiles[count++] = (row_tile){row, rows, last / SPLIT + 1, 0, 0};
     }

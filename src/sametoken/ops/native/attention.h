@@ -20,6 +20,8 @@
 /* Floats of partial results held at once for each thread, as few as stay in its second cache; more
  * rows run in several batches. */
 #define PARTIAL_FLOATS (1 << 18)
+/* Of a tile with more than LEAST_SHARING queries, likewise. */
+#define TILE_FLOATS (4 * PARTIAL_FLOATS)
 
 typedef struct {
     const void *q, *keys, *values;

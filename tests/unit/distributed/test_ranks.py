@@ -39,6 +39,7 @@ from sametoken.errors import (
     UnsupportedError,
     WeightUpdateError,
 )
+from sametoken.io import child_process
 from sametoken.io.child_process import encode, spawn
 from sametoken.serving.async_llm import AsyncLLM
 from sametoken.serving.limits import ServingLimits
@@ -201,7 +202,7 @@ def test_a_follower_whose_rank_0_has_ended_says_nothing(path):
     ours, theirs = socket.socketpair()
     with theirs, other:
         fds = theirs.fileno(), other.fileno()
-        follower = subprocess.Popen(
+        follower = child_process.subprocess.Popen(
             [sys.executable, "-m", ranks.FOLLOWER_MODULE, *map(str, fds)],
             pass_fds=fds,
             stderr=subprocess.PIPE,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from sametoken.runner import cpu_stream
 from sametoken.runner.cpu_stream import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -71,24 +73,26 @@ def test_one_thread_runs_once_all_together_have_less_than_a_core(machine, stream
     assert {machine.step(stream, cores=0.5) for _ in range(100)} == {1}
 
 
+TORCH_FIRST = "sys.modules['torch'] = None"
+
+
 @pytest.mark.parametrize(
-    ("first", "count", "expected"),
-    [
-        ("sametoken", "", STARVED),
-        ("torch", "", STARVED_SPINNING),
-        ("torch", "3000", STARVED),
-    ],
+    ("first", "count", "briefly"),
+    [("", "", True), (TORCH_FIRST, "", False), (TORCH_FIRST, "3000", True)],
 )
-def test_threads_that_spin_on_need_more_cores_and_do_if_torch_was_there_first(
-    first, count, expected
-):
-    """OpenMP reads how long threads spin when torch is loaded: too early to shorten it then."""
-    shown = "from sametoken.runner.cpu_stream import CpuStream; print(CpuStream().starved)"
+def test_threads_spin_on_if_torch_was_there_first(first, count, briefly):
+    """OpenMP reads how long they do when torch is loaded: too early to shorten it then."""
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     environment |= {"GOMP_SPINCOUNT": count} if count else {}
-    command = [sys.executable, "-c", f"import {first}; {shown}"]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    assert float(done.stdout) == expected
+    code = f"import sys; {first}\nfrom sametoken.io.cores import *; print(SPINS_BRIEFLY)"
+    said = subprocess.check_output([sys.executable, "-c", code], env=environment)
+    assert said.decode() == f"{briefly}\n"
+
+
+@pytest.mark.parametrize(("briefly", "cores"), [(True, STARVED), (False, STARVED_SPINNING)])
+def test_threads_that_spin_on_need_more_cores(monkeypatch, briefly, cores):
+    monkeypatch.setattr("sametoken.io.cores.SPINS_BRIEFLY", briefly)
+    assert runpy.run_path(cpu_stream.__file__)["CpuStream"]().starved == cores
 
 
 def test_two_threads_of_which_one_spins_for_the_other_become_one(machine):

@@ -63,6 +63,7 @@ def recorded() -> Iterator[set[Form]]:
                     patch.setattr(module, name, facts[found])
         # torch makes these of the meta device in Python, ten times slower.
         patch.setattr(torch.Tensor, "new_empty", _new_empty)
+        patch.setattr(torch, "empty_like", _empty_like)
         for kind in (InterpretedFunction, JITFunction):
             patch.setattr(
                 kind, "run", lambda kernel, *args, **given: forms.add(_form(kernel, args, given))
@@ -72,6 +73,11 @@ def recorded() -> Iterator[set[Form]]:
 
 def _new_empty(self: torch.Tensor, *size, dtype=None, device=None) -> torch.Tensor:
     return torch.empty(*size, dtype=dtype or self.dtype, device=device or self.device)
+
+
+def _empty_like(other: torch.Tensor, *, dtype=None) -> torch.Tensor:
+    size, strides = other.size(), other.stride()
+    return torch.empty_strided(size, strides, dtype=dtype or other.dtype, device=META)
 
 
 def _form(kernel, args, given) -> Form:

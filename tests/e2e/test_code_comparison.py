@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,12 @@ def test_every_listed_file_exists(listed):
     assert [path for path in paths if not (package / path).exists()] == []
 
 
-def test_our_column_alone(side_by_side, capsys):
-    """Every function that a token passes is there, or this would end."""
+def test_our_column_alone(side_by_side, listed, capsys, monkeypatch):
+    """Every function that a token passes is there, or this would end. Other files are not read."""
+    stops, read = set().union(*listed["stops"].values()), side_by_side.Codebase.files.func
+    few = cached_property(lambda code: {k: text for k, text in read(code).items() if k in stops})
+    few.__set_name__(side_by_side.Codebase, "files")
+    monkeypatch.setattr(side_by_side.Codebase, "files", few)
     side_by_side.main(["--ours", str(CHECKOUT), "--details"])
     shown = capsys.readouterr().out
     assert shown.startswith("|  | ours |\n")

@@ -69,12 +69,12 @@ def asked(max_tokens: int, temperature: float = 0.0, **options) -> SamplingParam
 
 
 CHATS = [
-    (CALCULATOR_EDIT, asked(64)),
+    (CALCULATOR_EDIT, asked(48)),
     (CALCULATOR_EDIT, asked(32, 0.8)),
     (calculator.PROMPT, asked(16, 1.0, seed=3)),
-    (WORD_PROBLEM, asked(24)),
+    (WORD_PROBLEM, asked(16)),
 ]
-TEXTS = [(CODE, asked(48)), (CODE, asked(24, 0.7, top_p=0.9)), (calculator.PROMPT, asked(28))]
+TEXTS = [(CODE, asked(32)), (CODE, asked(24, 0.7, top_p=0.9)), (calculator.PROMPT, asked(20))]
 
 
 def answers(
@@ -124,7 +124,7 @@ def test_requests_one_at_a_time(drafter):
 def test_steps_of_changing_numbers_of_threads(monkeypatch):
     """As where other processes come and go; also beside the drafts that are accepted."""
     # Most steps have one: threads that wait for others spin.
-    numbers = cycle((1, 2, 1, 1, 3, 1))
+    numbers = cycle((1, 2, 1, 1, 1, 3, 1, 1))
 
     def submit(self, work):
         before = torch.get_num_threads()

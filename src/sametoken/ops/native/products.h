@@ -93,10 +93,8 @@ INLINE void sum_products(int64_t rows, const char *x, int64_t stride, const char
         return;
     }
 #endif
-    float own[MAX_ROWS * GROUP] __attribute__((aligned(64))) = {0};
-    multiply_tile(rows, x, stride, columns, k, own, bf16);
-    for (int64_t r = 0; r < rows; r++)
-        memcpy(sums + r * between, own + r * GROUP, GROUP * sizeof *sums);
+    for (int64_t r = 0; r < rows; r++) memset(sums + r * between, 0, GROUP * sizeof *sums);
+    multiply_tile(rows, x, stride, columns, k, sums, between, bf16);
     (void)shaped;
 }
 

@@ -170,7 +170,7 @@ INLINE void sum_many(const float *x, int64_t rows, const char *columns, const fo
         for (int64_t tile = 0; tile < tiles; tile++) {
             int64_t row = rows * tile / tiles, count = rows * (tile + 1) / tiles - row;
             multiply_tile(count, x + row * stride + first, stride * 4, slab, whole,
-                          sums + row * GROUP, 0);
+                          sums + row * GROUP, GROUP, 0);
         }
     }
 }

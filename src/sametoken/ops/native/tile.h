@@ -77,15 +77,16 @@ INLINE void add_words(const int rows, const char *x, int64_t stride, const u32v 
     }
 }
 
-/* rows x GROUP sums over `depth` elements, added to `sums` (stride GROUP) in place. */
+/* rows x GROUP sums over `depth` elements, added in place to `sums`, whose rows are `between` floats
+ * apart. */
 INLINE void fixed_tile(const int rows, const char *x, int64_t stride, const u32v *columns,
-                       int64_t depth, float *sums, const int bf16) {
+                       int64_t depth, float *sums, int64_t between, const int bf16) {
     f32v sum[MAX_ROWS][PANELS];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int p = 0; p < PANELS; p++)
-            memcpy(&sum[r][p], sums + r * GROUP + p * LANES, sizeof(f32v));
+            memcpy(&sum[r][p], sums + r * between + p * LANES, sizeof(f32v));
     int64_t units = bf16 ? depth / 2 : depth;
     for (int64_t unit = 0; unit < units; unit++, columns += PANELS)
         add_words(rows, x + unit * 4, stride, columns, sum, bf16);
@@ -98,7 +99,7 @@ INLINE void fixed_tile(const int rows, const char *x, int64_t stride, const u32v
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int p = 0; p < PANELS; p++)
-            memcpy(sums + r * GROUP + p * LANES, &sum[r][p], sizeof(f32v));
+            memcpy(sums + r * between + p * LANES, &sum[r][p], sizeof(f32v));
 }
 
 /* CASE(n) for every number of rows of a tile, for code of a fixed number. */
@@ -112,11 +113,11 @@ INLINE void fixed_tile(const int rows, const char *x, int64_t stride, const u32v
 
 /* fixed_tile for any 1 <= rows <= MAX_ROWS; `stride` is in bytes. */
 INLINE void multiply_tile(int rows, const void *x, int64_t stride, const void *columns,
-                          int64_t depth, float *sums, int bf16) {
+                          int64_t depth, float *sums, int64_t between, int bf16) {
 #define CASE(n)                                                                              \
     case n:                                                                                  \
-        if (bf16) fixed_tile(n, x, stride, columns, depth, sums, 1);                         \
-        else fixed_tile(n, x, stride, columns, depth, sums, 0);                              \
+        if (bf16) fixed_tile(n, x, stride, columns, depth, sums, between, 1);                \
+        else fixed_tile(n, x, stride, columns, depth, sums, between, 0);                     \
         return;
     switch (rows) {
         EACH_ROW_COUNT(CASE)

@@ -47,7 +47,7 @@ INLINE void weigh_span(int64_t rows, const attention_job *job, const workspace *
     if (work->values) {
         const float *columns = work->values + i * SPLIT + seen.first * GROUP;
         multiply_tile(rows, weights + seen.first, SCORES * 4, columns, seen.stop - seen.first, sums,
-                      0);
+                      GROUP, 0);
         return;
     }
     int whole = !job->e4m3 && i + GROUP <= job->v_dim;

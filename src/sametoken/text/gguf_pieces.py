@@ -14,10 +14,11 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from sametoken.errors import CheckpointError
 
 #: A space within a piece.
-SPACE = "▁"
+_SPACE = "▁"
 #: Characters of a piece: several times those of any known vocabulary, as each gives a pair.
 _LONGEST = 256
-_CONTROL, _USER_DEFINED = 3, 4
+#: Kinds of tokens.
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 
 
 def sentencepiece_tokenizer(metadata: dict[str, Any], *, has_merges: bool) -> Tokenizer:
@@ -47,11 +48,11 @@ def sentencepiece_tokenizer(metadata: dict[str, Any], *, has_merges: bool) -> To
     )
     tokenizer = Tokenizer(model)
     begins = metadata.get("tokenizer.ggml.add_space_prefix", not has_merges)
-    replaced = normalizers.Replace(" ", SPACE)
-    prepended = [normalizers.Prepend(SPACE)] if begins else []
+    replaced = normalizers.Replace(" ", _SPACE)
+    prepended = [normalizers.Prepend(_SPACE)] if begins else []
     tokenizer.normalizer = normalizers.Sequence([*prepended, replaced])
     stripped = [decoders.Strip(" ", 1, 0)] if begins else []
-    whole = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    whole = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*whole, *stripped])
     return tokenizer
 
@@ -67,7 +68,7 @@ def _by_score(metadata: dict[str, Any], tokens: list[str]) -> list[str]:
     made = [
         (score, token)
         for token, score, kind in zip(tokens, scores, kinds, strict=False)
-        if kind not in (_CONTROL, _USER_DEFINED)
+        if kind not in (CONTROL, USER_DEFINED)
     ]
     return [token for _, token in sorted(made, key=lambda one: -one[0])]
 

@@ -13,11 +13,15 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as pre
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.text.gguf_pieces import sentencepiece_tokenizer
+from sametoken.text.gguf_pieces import (
+    CONTROL,
+    UNKNOWN,
+    USER_DEFINED,
+    sentencepiece_tokenizer,
+)
 
 #: SentencePiece's, by scores, and by merges.
 _PIECES, _MERGED_PIECES = "llama", "gemma4"
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _STRIP_NOT = ("<unk>", "<s>", "<|endoftext|>")
 
 _WORDS = (
@@ -115,13 +119,13 @@ def _add_special_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
     tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", [])
     of_phi = metadata.get("general.architecture") == "phi3" and tokenizer.pre_tokenizer is None
     for token, kind in zip(tokens, kinds, strict=False):
-        is_special = kind in (_UNKNOWN, _CONTROL)
+        is_special = kind in (UNKNOWN, CONTROL)
         # Of Phi-3's special tokens most take the spaces behind them, which files do not say.
-        strips = of_phi and (is_special or kind == _USER_DEFINED) and token not in _STRIP_NOT
+        strips = of_phi and (is_special or kind == USER_DEFINED) and token not in _STRIP_NOT
         added = AddedToken(token, special=is_special, normalized=False, rstrip=strips)
         if is_special:
             tokenizer.add_special_tokens([added])
-        elif kind == _USER_DEFINED:
+        elif kind == USER_DEFINED:
             tokenizer.add_tokens([added])
 
 

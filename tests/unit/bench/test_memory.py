@@ -205,8 +205,8 @@ def test_on_a_gpu_adapters_of_experts_are_counted_as_they_lie_there(tmp_path, mo
     # Of two layers with six experts of 16 inner features; ranks are padded to powers of two.
     room = Room(2, 20, torch.bfloat16, torch.device("meta"))
     updates = [
-        StackedPairUpdates.of(6, 32, (16, 16), room),
-        StackedPairUpdates.of(6, 16, (32,), room),
+        StackedPairUpdates.of(32, (16, 16), room, 6),
+        StackedPairUpdates.of(16, (32,), room, 6),
     ]
     assert found.weights - of_linears.weights == 2 * sum(one.nbytes for one in updates)
     adapter = write_stacks(tmp_path / "adapter", path, rank=20)

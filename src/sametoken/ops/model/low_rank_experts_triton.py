@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Self
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from sametoken.ops.launch_sizes import cdiv
 from sametoken.ops.model.low_rank import Factors, Room, RowAdapters
 from sametoken.ops.model.low_rank_experts import ExpertFactors, ExpertSizes
-from sametoken.ops.model.low_rank_triton import MIN_RANK
+from sametoken.ops.model.low_rank_triton import StackedRoom
 from sametoken.ops.model.moe_rows_triton import RowGroups
 from sametoken.ops.model.moe_triton import StackedExperts, moe_forward
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
@@ -35,44 +34,8 @@ _COLUMNS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class StackedPairUpdates:
-    """What A adapters add to one product of E experts, with S parts of rank at most R.
-
-    Attributes:
-        down: [A, E, S * R, K]; rows of zeros after a part's own rank.
-        up: [A, E, N, R]; columns of zeros likewise.
-        scale: [A, E, S] fp32; 0 where an adapter has no factors.
-        borders: [S + 1] int32, the first output feature of each part, and N.
-        sizes: output features of the parts.
-    """
-
-    down: Tensor
-    up: Tensor
-    scale: Tensor
-    borders: Tensor
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, num_experts: int, in_features: int, sizes: tuple[int, ...], room: Room) -> Self:
-        """Room beside matrices of ``in_features``, whose outputs are parts of ``sizes``."""
-        borders, shape = [0, *accumulate(sizes)], (room.count, num_experts)
-        rank = triton.next_power_of_2(max(MIN_RANK, room.rank))
-
-        def zeros(*more: int, dtype: torch.dtype = room.dtype) -> Tensor:
-            return torch.zeros(*shape, *more, dtype=dtype, device=room.device)
-
-        return cls(
-            zeros(len(sizes) * rank, in_features),
-            zeros(borders[-1], rank),
-            zeros(len(sizes), dtype=torch.float32),
-            torch.tensor(borders, dtype=torch.int32, device=room.device),
-            sizes,
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all factors, zeros included."""
-        return self.down.nbytes + self.up.nbytes
+class StackedPairUpdates(StackedRoom):
+    """What A adapters add to one product of E experts, the second axis of all factors."""
 
     @property
     def pair_bytes(self) -> int:
@@ -81,25 +44,11 @@ class StackedPairUpdates:
 
     def prepare(self, factors: Sequence[Sequence[Factors | None]]) -> Callable[[int], None]:
         """As ``Update.prepare``: the parts of each expert."""
-        places = self.down, self.up, self.scale
         # On the host, so that all experts' come to the device at once.
-        down, up, scale = made = [torch.zeros_like(one[0], device="cpu") for one in places]
+        made = [torch.zeros_like(one[0], device="cpu") for one in self.places]
         for expert, parts in enumerate(factors):
-            by_part = zip(
-                down[expert].chunk(len(parts)), up[expert].split(self.sizes), parts, strict=True
-            )
-            for part, (own_down, own_up, one) in enumerate(by_part):
-                if one is not None:
-                    own_down[: one.rank] = one.down
-                    own_up[:, : one.rank] = one.up
-                    scale[expert, part] = one.scale
-        there = [own.to(place.device) for own, place in zip(made, places, strict=True)]
-
-        def write(place: int) -> None:
-            for all_of_them, own in zip(places, there, strict=True):
-                all_of_them[place - 1].copy_(own)
-
-        return write
+            self.fill([one[expert] for one in made], parts)
+        return self.writing([own.to(self.down.device) for own in made])
 
     def add(
         self, numbers: Tensor, top_k: int, x: Tensor, out: Tensor, groups: RowGroups, gather: int
@@ -170,8 +119,8 @@ class AdaptedStackedExperts:
     def of(cls, experts: StackedExperts, sizes: ExpertSizes, room: Room, rows: RowAdapters) -> Self:
         """See ``Packing.adapt_experts``."""
         inner = experts.down.in_features
-        first = StackedPairUpdates.of(sizes.num_experts, sizes.hidden, sizes.inputs, room)
-        second = StackedPairUpdates.of(sizes.num_experts, inner, (sizes.hidden,), room)
+        first = StackedPairUpdates.of(sizes.hidden, sizes.inputs, room, sizes.num_experts)
+        second = StackedPairUpdates.of(inner, (sizes.hidden,), room, sizes.num_experts)
         return cls(experts, first, second, rows)
 
     @property

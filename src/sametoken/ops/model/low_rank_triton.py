@@ -30,12 +30,12 @@ _MANY_ROWS, _TILES = 512, 4
 #: with the second for many; the second launch adds the rest.
 _SPLIT, _GROUP = 256, 4
 #: The least rank of a tensor core's tile.
-MIN_RANK = 16
+_MIN_RANK = 16
 
 
 @dataclass(frozen=True, slots=True)
-class StackedUpdates:
-    """``Update`` of A adapters in one tensor for each factor, with S parts of rank at most R.
+class StackedRoom:
+    """Room for A adapters in one tensor for each factor, with S parts of rank at most R.
 
     Attributes:
         down: [A, S * R, K]; rows of zeros after a part's own rank.
@@ -52,26 +52,38 @@ class StackedUpdates:
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, in_features: int, sizes: Sequence[int], room: Room) -> Self:
-        """See ``Packing.adapt``; ``in_features`` are the matrix's."""
-        count, num_parts, borders = room.count, len(sizes), [0, *accumulate(sizes)]
-        rank = triton.next_power_of_2(max(MIN_RANK, room.rank))
+    def of(cls, in_features: int, sizes: Sequence[int], room: Room, *matrices: int) -> Self:
+        """Room beside a matrix of ``in_features``, or many: a further axis after A for each number.
 
-        def zeros(*shape: int, dtype: torch.dtype = room.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=room.device)
+        See ``Packing.adapt``.
+        """
+        borders, shape = [0, *accumulate(sizes)], (room.count, *matrices)
+        rank = triton.next_power_of_2(max(_MIN_RANK, room.rank))
+
+        def zeros(*more: int, dtype: torch.dtype = room.dtype) -> Tensor:
+            return torch.zeros(*shape, *more, dtype=dtype, device=room.device)
 
         return cls(
-            zeros(count, num_parts * rank, in_features),
-            zeros(count, borders[-1], rank),
-            zeros(count, num_parts, dtype=torch.float32),
+            zeros(len(sizes) * rank, in_features),
+            zeros(borders[-1], rank),
+            zeros(len(sizes), dtype=torch.float32),
             torch.tensor(borders, dtype=torch.int32, device=room.device),
             tuple(sizes),
         )
 
-    def prepare(self, parts: Sequence[Factors | None]) -> Callable[[int], None]:
-        """See ``Update``."""
-        places = self.down, self.up, self.scale
-        down, up, scale = made = [torch.zeros_like(one[0]) for one in places]
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all factors, zeros included."""
+        return self.down.nbytes + self.up.nbytes
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What is written of an adapter."""
+        return self.down, self.up, self.scale
+
+    def fill(self, own: Sequence[Tensor], parts: Sequence[Factors | None]) -> None:
+        """Write the factors of a matrix's parts to zeros, of the shapes of ``places`` behind A."""
+        down, up, scale = own
         by_part = zip(down.chunk(len(parts)), up.split(self.sizes), parts, strict=True)
         for part, (own_down, own_up, one) in enumerate(by_part):
             if one is not None:
@@ -79,16 +91,25 @@ class StackedUpdates:
                 own_up[:, : one.rank] = one.up
                 scale[part] = one.scale
 
+    def writing(self, made: Sequence[Tensor]) -> Callable[[int], None]:
+        """What writes to a place, from 1 on, what ``fill`` has made."""
+
         def write(place: int) -> None:
-            for all_of_them, own in zip(places, made, strict=True):
+            for all_of_them, own in zip(self.places, made, strict=True):
                 all_of_them[place - 1].copy_(own)
 
         return write
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all factors, zeros included."""
-        return self.down.nbytes + self.up.nbytes
+
+@dataclass(frozen=True, slots=True)
+class StackedUpdates(StackedRoom):
+    """``Update`` of A adapters beside one matrix."""
+
+    def prepare(self, parts: Sequence[Factors | None]) -> Callable[[int], None]:
+        """See ``Update``."""
+        made = [torch.zeros_like(one[0]) for one in self.places]
+        self.fill(made, parts)
+        return self.writing(made)
 
     @property
     def row_bytes(self) -> int:

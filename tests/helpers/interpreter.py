@@ -19,6 +19,7 @@ _patch_language = interpreter._patch_lang
 _patch_tensor = interpreter._patch_lang_tensor
 _broadcast = TritonSemantic.broadcast_impl_value
 _cast = TritonSemantic.cast
+_dot = interpreter.InterpreterBuilder.create_dot
 _unwrap = language.core._unwrap_if_constexpr
 _operands = TritonSemantic.binary_op_type_checking_impl
 _make_block_type = language.block_type.__init__
@@ -37,6 +38,7 @@ def install() -> None:
     language.core._unwrap_if_constexpr = _unwrap_if_needed
     interpreter.TensorHandle.__init__ = _make_handle
     interpreter.ReduceOps.generic_reduce = _reduce_slices
+    interpreter.InterpreterBuilder.create_dot = _dot_rounded_once
     TritonSemantic.cast = _cast_other_types
     TritonSemantic.broadcast_impl_value = _broadcast_other_shapes
     TritonSemantic.binary_op_type_checking_impl = _operands_of_one_type
@@ -336,6 +338,21 @@ def _reduce_slices(self, values):
         data = one.handle.data.reshape(shape) if hasattr(one, "handle") else np.full(shape, one)
         found.append(self.to_tensor(data.astype(_numpy_type(value.dtype)), value.dtype))
     return found
+
+
+def _dot_rounded_once(self, a, b, d, *how):
+    """A product in doubles: of fp32, some processors' bits of a row follow its place."""
+    if d.dtype.scalar != language.float32:
+        return _dot(self, a, b, d, *how)
+    left, right = (_widened(one) for one in (a, b))
+    return interpreter.TensorHandle((left @ right).astype(np.float32) + d.data, language.float32)
+
+
+def _widened(matrix):
+    data, scalar = matrix.data, matrix.dtype.scalar
+    if scalar.is_fp8():
+        data = interpreter._convert_float(data, scalar, language.float16, None).view(np.float16)
+    return data.astype(np.float64)
 
 
 def _fits(number, type_name: str) -> bool:

@@ -1,12 +1,14 @@
 """Microseconds of a layer's experts on this GPU, by product and tile.
 
     python benchmarks/kernels/experts_gpu.py [--shape qwen3-30b-a3b ...] [--rows 1,64,4096]
-        [--choices even alike favoured]
+        [--forms bf16 float8 mxfp4] [--choices even alike favoured]
 
 Choices are random: even, so that experts have about equally many rows; a quarter of the rows
 alike, as rows of padding are; or of favoured experts, expert i in proportion to 1 / (i + 4). A
 graph runs over layers that exceed L2 in sum. Rates are of the products' own operations and of the
-chosen experts' bytes. A line marked ``!`` has other bits than the first.
+chosen experts' bytes. A line marked ``!`` has other bits than the first. Of mxfp4 the times are of
+elements that are made in registers, of those expanded in memory with their product, and of the
+expansion alone.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ from graph_times import microseconds
 from torch import Tensor
 
 from sametoken.ops.backend import Routing
+from sametoken.ops.model import moe_triton
+from sametoken.ops.model.activation_triton import Activation
+from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.moe_gate_triton import moe_gate
 from sametoken.ops.model.moe_rows_triton import RowGroups, combine
 from sametoken.ops.model.moe_tiles import ExpertTile
-from sametoken.ops.model.moe_triton import ExpertStack, _Activation, _product
+from sametoken.ops.model.moe_triton import ExpertStack, multiply
 from sametoken.ops.weight import Rounding
 
 
@@ -42,6 +47,7 @@ SHAPES = {
     "glm-4.7-flash": Shape(64, 4, 2048, 1536, True),
     "lightning-30b-a3b": Shape(128, 6, 2688, 1856, False),
     "super-120b-a12b": Shape(512, 22, 1024, 2688, False),
+    "gpt-oss-20b": Shape(32, 4, 2880, 2880, True),
 }
 # Besides the default, which has label None.
 TILES = (
@@ -51,6 +57,8 @@ TILES = (
     ExpertTile(64, 128, 64, 8, 4, tma=True),
     ExpertTile(128, 128, 64, 8, 4, tma=True),
     ExpertTile(128, 256, 64, 8, 3, tma=True),
+    ExpertTile(256, 128, 64, 8, 3, tma=True),
+    ExpertTile(128, 64, 64, 4, 4, tma=True),
     ExpertTile(16, 64, 128, 4, 6),
     ExpertTile(16, 64, 256, 4, 3),
     ExpertTile(32, 64, 128, 4, 4),
@@ -68,14 +76,24 @@ TILES = (
 LEAST_BYTES = 256 << 20
 
 
-def stacks_of(shape: Shape, float8: bool) -> list[tuple[ExpertStack, ExpertStack]]:
+Stack = ExpertStack | Int4Panels
+
+
+def stacks_of(shape: Shape, form: str) -> list[tuple[Stack, Stack]]:
     """Experts of enough layers to leave L2."""
     features = 2 * shape.inner if shape.gated else shape.inner
     sizes = ((features, shape.hidden), (shape.hidden, shape.inner))
 
-    def stack(n: int, k: int) -> ExpertStack:
+    def stack(n: int, k: int) -> Stack:
+        if form == "mxfp4":
+            blocks = -(-k // 128)
+            sizes = (shape.num_experts, n, 16 * blocks), (shape.num_experts, blocks, n)
+            words = torch.randint(-(2**31), 2**31, sizes[0], dtype=torch.int32, device="cuda")
+            # Powers of 2^-10.
+            powers = torch.full(sizes[1], 0x75757575, dtype=torch.int32, device="cuda")
+            return Int4Panels(words, powers, None, k, e2m1=True, fused=False)
         weight = torch.randn(shape.num_experts, n, k, device="cuda", dtype=torch.bfloat16) / k**0.5
-        if not float8:
+        if form == "bf16":
             return ExpertStack(weight)
         scales = torch.ones(shape.num_experts, n, device="cuda")
         return ExpertStack(weight.to(torch.float8_e4m3fn), scales, Rounding())
@@ -85,6 +103,36 @@ def stacks_of(shape: Shape, float8: bool) -> list[tuple[ExpertStack, ExpertStack
     return [(pair[0], pair[1]), *((stack(*sizes[0]), stack(*sizes[1])) for _ in range(layers))]
 
 
+def compare_places(
+    name: str,
+    stacks: Sequence[Int4Panels],
+    x: Tensor,
+    groups: RowGroups,
+    gather: int,
+    out: Tensor,
+    activation: Activation,
+) -> None:
+    """Print a line for each place where elements can be made, and of making them in memory."""
+    memory = x.new_empty(len(groups.experts), stacks[0].out_features, stacks[0].in_features)
+
+    def expand(stack: Int4Panels) -> None:
+        stack.expand_experts(groups.experts, groups.counts, memory)
+
+    def call(stack: Int4Panels) -> None:
+        moe_triton._product(x, stack, None, groups, out, gather, activation)
+
+    first = None
+    for place, most in (("registers", 1 << 30), ("memory", 0)):
+        moe_triton.EXPANDED_ROWS = most
+        call(stacks[0])
+        first = out.clone() if first is None else first
+        mark = " " if torch.equal(out, first) else "!"
+        time = microseconds(call, stacks)
+        rate = 2 * out.shape[0] * stacks[0].out_features * stacks[0].in_features / time / 1e6
+        print(f"{mark} {name} {time:8.1f} us {rate:5.0f} TFLOP/s  in {place}", flush=True)
+    print(f"  {name} {microseconds(expand, stacks):8.1f} us to expand", flush=True)
+
+
 def compare(
     name: str,
     stacks: Sequence[ExpertStack],
@@ -92,7 +140,7 @@ def compare(
     groups: RowGroups,
     gather: int,
     out: Tensor,
-    activation: _Activation,
+    activation: Activation,
     used: float,
 ) -> None:
     """Print a line for each tile; ``used`` is the part of the experts that rows chose."""
@@ -100,7 +148,7 @@ def compare(
     for tile in TILES:
 
         def call(stack: ExpertStack, tile: ExpertTile | None = tile) -> None:
-            _product(x, stack, None, groups, out, gather, activation, tile)
+            multiply(x, stack, None, groups, out, gather, activation, tile=tile)
 
         try:
             call(stacks[0])
@@ -128,10 +176,10 @@ def logits_of(choices: str, rows: int, num_experts: int) -> Tensor:
 
 def run(
     name: str,
-    float8: bool,
+    form: str,
     rows: int,
     choices: str,
-    stacks: list[tuple[ExpertStack, ExpertStack]],
+    stacks: list[tuple[Stack, Stack]],
 ) -> None:
     shape = SHAPES[name]
     x = torch.randn(rows, shape.hidden, device="cuda", dtype=torch.bfloat16)
@@ -144,33 +192,39 @@ def run(
     gate = microseconds(lambda _: moe_gate(logits, routing), [None] * 9)
     group = microseconds(lambda _: RowGroups.of(chosen, shape.num_experts), [None] * 9)
     add = microseconds(lambda _: combine(outer, weights, mixed), [None] * 9)
-    form = "float8" if float8 else "bf16"
     print(
         f"{name} {form}, {rows} rows, {choices}, at most {int(groups.counts.max())} of an expert: "
         f"gate {gate:.1f}, group {group:.1f}, combine {add:.1f} us"
     )
     used = len(chosen.unique()) / shape.num_experts
     first, second = ([stack[i] for stack in stacks] for i in (0, 1))
-    activation = _Activation("silu_mul" if shape.gated else "relu_squared")
-    compare("up  ", first, x, groups, shape.top_k, inner, activation, used)
-    compare("down", second, inner, groups, 0, outer, _Activation("none"), used)
+    activation = Activation("silu_mul" if shape.gated else "relu_squared")
+    up = (x, groups, shape.top_k, inner, activation)
+    down = (inner, groups, 0, outer, Activation("none"))
+    if form == "mxfp4":
+        compare_places("up  ", first, *up)
+        compare_places("down", second, *down)
+    else:
+        compare("up  ", first, *up, used)
+        compare("down", second, *down, used)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rows", default="1,8,64,128,512,4096")
-    parser.add_argument("--float8", nargs="+", type=int, choices=(0, 1), default=(0, 1))
+    forms = ("bf16", "float8", "mxfp4")
+    parser.add_argument("--forms", nargs="+", choices=forms, default=forms)
     kinds = ("even", "alike", "favoured")
     parser.add_argument("--choices", nargs="+", choices=kinds, default=kinds)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     for name in arguments.shape:
-        for float8 in arguments.float8:
-            stacks = stacks_of(SHAPES[name], bool(float8))
+        for form in arguments.forms:
+            stacks = stacks_of(SHAPES[name], form)
             for rows in map(int, arguments.rows.split(",")):
                 for choices in arguments.choices:
-                    run(name, bool(float8), rows, choices, stacks)
+                    run(name, form, rows, choices, stacks)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ CONFIGS = {
     "nemotron": Config("lightning-30b-a3b", DENSE_LEN, _KV),
     "nemotronmtp5": Config("lightning-30b-a3b", DENSE_LEN, _KV, {"method": "mtp", **SYNTHETIC5}),
     "glm": Config("glm-4.7-flash", DENSE_LEN, _KV),
+    "gptoss": Config("gpt-oss-20b", DENSE_LEN, _KV),
     "glmmtp3": Config("glm-4.7-flash", DENSE_LEN, _KV, {"method": "mtp", **SYNTHETIC}),
 }
 

@@ -207,7 +207,7 @@ def _weights_as_ours() -> Callable[[Any], None]:
                 tensor.fill_(1 if ".gate." in name else 1e-3)
             elif tensor.is_floating_point() and tensor.dim() > 1:
                 size = 1e-3
-                if name.endswith(".gate.weight"):
+                if name.endswith((".gate.weight", ".router.weight")):
                     size = tensor.shape[1] ** -0.5
                 elif tensor.itemsize == 1 or "embed_tokens" in name or "lm_head" in name:
                     size = 1
@@ -215,6 +215,22 @@ def _weights_as_ours() -> Callable[[Any], None]:
                 tensor.copy_(values.normal_(0, size))
 
     return change
+
+
+def _random_mxfp4_experts() -> None:
+    """Have vLLM fill gpt-oss's experts, which are zeros, before it orders them for its kernels."""
+    from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
+
+    order = GptOssMxfp4MoEMethod.process_weights_after_loading
+
+    def fill_and_order(self: Any, layer: Any) -> None:
+        for name in ("w13", "w2"):
+            getattr(layer, f"{name}_weight").data.random_(0, 256)
+            # 2^-10, about the 1e-3 of other weights.
+            getattr(layer, f"{name}_weight_scale").data.fill_(117)
+        order(self, layer)
+
+    GptOssMxfp4MoEMethod.process_weights_after_loading = fill_and_order
 
 
 class VLLM:
@@ -249,6 +265,9 @@ class VLLM:
         if engine_args.config.startswith("glm"):
             # Latent attention has backends of its own.
             del options["attention_backend"]
+        if engine_args.config.startswith("gptoss"):
+            # Its engine's process is forked from this one.
+            _random_mxfp4_experts()
         self._llm = LLM(**(options | engine_args.more))
         self._llm.apply_model(_weights_as_ours())
         self._engine = self._llm.llm_engine

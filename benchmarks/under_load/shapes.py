@@ -234,6 +234,45 @@ GLM_FLASH = _BF16 | {
     "rms_norm_eps": 1e-5,
     "rope_theta": 1000000,
 }
+# openai/gpt-oss-20b
+GPT_OSS = _BF16 | {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "sliding_window": 128,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "swiglu_limit": 7.0,
+    "hidden_act": "silu",
+    "attention_bias": True,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    },
+}
 # Heads over the 32,000 most frequent tokens, as published for these targets.
 _HEAD = {
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -255,6 +294,7 @@ SHAPES = {
     "qwen3-30b-a3b-fp8": QWEN3_MOE | FP8,
     "lightning-30b-a3b": NEMOTRON,
     "glm-4.7-flash": GLM_FLASH,
+    "gpt-oss-20b": GPT_OSS,
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -164,20 +165,50 @@ class Int4Panels:
             self.factors,
             self.offsets,
             row_ids,
+            None,
+            None,
             out,
             n,
             self.out_features,
             k,
             self.words.shape[1],
             ONE,
-            WIDTH=self.width,
-            E2M1=self.e2m1,
-            FUSED=self.fused,
-            BLOCK_FEATURES=64,
-            num_warps=4,
-            **pdl_options(out),
+            NUM_SCALES=0,
+            **self._expansion(out),
         )
         return out
+
+    def expand_experts(self, experts: Tensor, counts: Tensor, out: Tensor) -> None:
+        """Write the matrices of some experts, those that have rows.
+
+        Args:
+            experts, counts: [P] int32, ids and rows.
+            out: [P or more, N, K], written.
+        """
+        (_, n, k), tiles = out.shape, triton.cdiv(out.shape[1], 64)
+        assert (n, k) == (self.out_features, self.in_features)
+        _expand_kernel[(tiles, triton.cdiv(k, BLOCK), len(experts))](
+            self.words,
+            self.tops,
+            self.scales,
+            self.factors,
+            self.offsets,
+            None,
+            experts,
+            counts,
+            out,
+            n,
+            n,
+            k,
+            self.words.shape[-1],
+            ONE,
+            NUM_SCALES=self.scales.shape[-2],
+            **self._expansion(out),
+        )
+
+    def _expansion(self, out: Tensor) -> dict[str, Any]:
+        form = {"WIDTH": self.width, "E2M1": self.e2m1, "FUSED": self.fused}
+        return {**form, "BLOCK_FEATURES": 64, "num_warps": 4, **pdl_options(out)}
 
     @property
     def out_features(self) -> int:
@@ -245,12 +276,15 @@ def _expand_kernel(
     factors,
     offsets,
     row_ids,  # [num_out], or None
-    out,  # [num_out, in_features], written
+    experts,  # [P] int32, whose matrices are stacked in all of the above, or None: one matrix
+    counts,  # [P] int32: those of experts without rows are left out
+    out,  # [num_out, in_features], of each of the experts, written
     num_out,
     out_features,
     in_features,
     num_words,
     one,
+    NUM_SCALES: tl.constexpr,  # of a row, with ``experts``
     WIDTH: tl.constexpr,
     E2M1: tl.constexpr,
     FUSED: tl.constexpr,
@@ -259,6 +293,18 @@ def _expand_kernel(
 ):
     gdc_launch_and_wait(PDL)
     first, block = tl.program_id(0) * BLOCK_FEATURES, tl.program_id(1)
+    if experts is not None:
+        place = tl.program_id(2)
+        if tl.load(counts + place) == 0:
+            return
+        expert = tl.load(experts + place).to(tl.int64)
+        words += expert * out_features * num_words
+        scales += expert * out_features * NUM_SCALES
+        if factors is not None:
+            factors += expert * out_features
+        if offsets is not None:
+            offsets += expert * out_features * NUM_SCALES
+        out += place.to(tl.int64) * num_out * in_features
     w_row, present = rows_of_tile(first, num_out, False, BLOCK_FEATURES)
     if row_ids is not None:
         w_row = tl.load(row_ids + w_row, present, other=0)

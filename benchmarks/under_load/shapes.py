@@ -273,6 +273,64 @@ GPT_OSS = _BF16 | {
         ],
     },
 }
+# google/gemma-3-12b-it, its text decoder
+GEMMA3 = _BF16 | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "tie_word_embeddings": True,
+    "vocab_size": 262208,
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "num_hidden_layers": 48,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 8,
+    "sliding_window": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+# ibm-granite/granite-4.0-h-small
+GRANITE_H = _BF16 | {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "tie_word_embeddings": True,
+    "vocab_size": 100352,
+    "hidden_size": 4096,
+    "intermediate_size": 768,
+    "shared_intermediate_size": 1536,
+    "num_hidden_layers": 40,
+    "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+    "position_embedding_type": "nope",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 72,
+    "num_experts_per_tok": 10,
+    "mamba_n_heads": 128,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.0078125,
+    "logits_scaling": 16.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
 # Heads over the 32,000 most frequent tokens, as published for these targets.
 _HEAD = {
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -295,6 +353,8 @@ SHAPES = {
     "lightning-30b-a3b": NEMOTRON,
     "glm-4.7-flash": GLM_FLASH,
     "gpt-oss-20b": GPT_OSS,
+    "gemma-3-12b": GEMMA3,
+    "granite-4.0-h-small": GRANITE_H,
 }
 
 

@@ -37,7 +37,10 @@ WORKLOADS = {
     "q35mtp3": [*FEW, "mixed:384"],
     "ngram5": NGRAM,
     **dict.fromkeys(("fp8", "w4a16", "moe", "moefp8", "nemotron", "nemotronmtp5"), STEPS),
-    **{name: [*STEPS, "long:8x16384"] for name in ("glm", "glmmtp3", "gptoss")},
+    **{
+        name: [*STEPS, "long:8x16384"]
+        for name in ("glm", "glmmtp3", "gptoss", "gemma3", "graniteh")
+    },
 }
 
 

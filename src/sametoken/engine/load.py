@@ -306,7 +306,7 @@ def load(
         num_kv_blocks=memory.num_kv_blocks,
         usual_rows=requested.given.max_num_batched_tokens or USUAL_ROWS[device.type],
         kernels=backend.model.name,
-        attention_kernels=_attention_kernels(backend, requested, own, target.has_sinks),
+        attention_kernels=_attention_kernels(backend, requested, own),
         reasons={**defaults, **memory.reasons, **swap.reasons, **off_reasons, "dtype": why},
         weights_bytes=widest.weights_bytes,
         adapters_bytes=widest.weights_bytes - target.weights_bytes,
@@ -343,7 +343,7 @@ def _announce_reach(
 
 
 def _attention_kernels(
-    backend: Backend, requested: Requested, caches: tuple[LayerCache, ...], has_sinks: bool
+    backend: Backend, requested: Requested, caches: tuple[LayerCache, ...]
 ) -> str:
     config, kernels = requested.config, backend.model.name
     size, device = config.block_size, requested.device
@@ -351,7 +351,7 @@ def _attention_kernels(
     # A layer without KV heads reads another's.
     paged = (one for one in caches if isinstance(one, PagedKV) and one.num_kv_heads)
     asked = {(AttentionShape(heads, one.num_kv_heads, one.k_dim), one.dtype) for one in paged}
-    found = {attention_kernels(kernels, *one, size, device, has_sinks=has_sinks) for one in asked}
+    found = {attention_kernels(kernels, *one, size, device) for one in asked}
     return " and ".join(sorted(found)) or kernels
 
 

@@ -267,8 +267,7 @@ def resolve_steps(
     models, stored = (target, head), kv_dtype(config, dtype)
     caches, longest = stored_in(target.caches, stored), resolve_max_model_len(config, target.config)
     num_expanded = most_expanded(models, device)
-    sinks, width = target.has_sinks, dtype.itemsize
-    mixing = most_mixing(models, config, stored, device, longest, has_sinks=sinks, width=width)
+    mixing = most_mixing(models, config, stored, device, longest, width=dtype.itemsize)
     sizes = (
         num_aux_layers,
         num_expanded,

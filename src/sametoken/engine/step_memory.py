@@ -194,7 +194,6 @@ def most_mixing(
     device: torch.device,
     max_len: int,
     *,
-    has_sinks: bool,
     width: int,
 ) -> int:
     """The most bytes that a token mixer needs on a GPU whatever the rows of a step.
@@ -205,7 +204,6 @@ def most_mixing(
         dtype: of keys and values in memory.
         device: where they run.
         max_len: tokens of the longest request.
-        has_sinks: of the target.
         width: bytes of an activation.
     """
     if device.type == "cpu":
@@ -218,9 +216,7 @@ def most_mixing(
                 return 0
             return _expanded_bytes(mixer, dtype, config.block_size, device, launches)
         if isinstance(mixer, AttentionShape | LatentShape):
-            return attention_scratch(
-                mixer, dtype, config.block_size, device, launches, has_sinks=has_sinks
-            )
+            return attention_scratch(mixer, dtype, config.block_size, device, launches)
         # Prepared rows have room for the pending ones of every run.
         most_runs = max(runs.num_runs for runs in launches.runs)
         pending = most_runs * config.num_speculative_tokens * _prepared_width(mixer) * _FP32
@@ -241,9 +237,7 @@ def _expanded_bytes(
     """Of a chunk in the expanded form: vectors, their keys and values, attention to them."""
     max_rows, positions = launches.max_rows, launches.max_seq_len
     one_chunk = Launches((Runs(1, 1, max_rows),), max_rows, positions)
-    scratch = attention_scratch(
-        shape.attention, dtype, block_size, device, one_chunk, has_sinks=False
-    )
+    scratch = attention_scratch(shape.attention, dtype, block_size, device, one_chunk)
     vectors = positions * shape.latent.width * dtype.itemsize
     return vectors + shape.most_bytes(positions, dtype) + scratch
 

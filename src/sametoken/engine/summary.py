@@ -17,7 +17,7 @@ _BYTES = ("kv_cache_memory_bytes", "kept_states_memory_bytes")
 _GIB = ("swap_space", "kv_offloading_size", "swap_dir_size")
 _SYNTHETIC = "weights and acceptance that are made up"
 _KERNELS = f"the fastest that work here, unless {CHOICE} names them"
-_ATTENTION = "gluon on Hopper GPUs with KV in bf16, heads up to 256 and no sinks, else as kernels"
+_ATTENTION = "gluon on Hopper GPUs with KV in bf16 and heads up to 256, else as kernels"
 _NO_RECURRENT = "the model has no recurrent layers"
 
 

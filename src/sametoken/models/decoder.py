@@ -107,7 +107,6 @@ class Decoder:
         activation: the only activation of MLPs.
         refused: keys whose settings are not implemented.
         rotates_parts: whether a config may rotate only a part of each head.
-        has_sinks: whether attention has sinks (``Kernels.attention``).
         embedding_name, final_norm_name: names of their tensors, without prefix and ``.weight``.
         attention_name: that of a layer's attention block.
 
@@ -125,7 +124,6 @@ class Decoder:
     activation: ClassVar[str] = "silu"
     refused: ClassVar[tuple[str, ...]] = REFUSED
     rotates_parts: ClassVar[bool] = False
-    has_sinks: ClassVar[bool] = False
     embedding_name: ClassVar[str] = "embed_tokens"
     final_norm_name: ClassVar[str] = "norm"
     attention_name: ClassVar[str] = "self_attn"

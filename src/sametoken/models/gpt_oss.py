@@ -42,7 +42,6 @@ class GptOssForCausalLM(Decoder):
     """The shared decoder with sinks, alternating windows, and experts in every layer."""
 
     layer_types = WINDOWED
-    has_sinks = True
     aliases: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
     implied: ClassVar[Mapping[str, Any]] = {
         "num_hidden_layers": 36,

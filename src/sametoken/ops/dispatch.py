@@ -62,14 +62,12 @@ def attention_kernels(
     dtype: torch.dtype,
     block_size: int,
     device: torch.device,
-    *,
-    has_sinks: bool,
 ) -> str:
     """What computes attention where ``kernels`` serve: ``gluon`` on Hopper, else themselves."""
     if device.type == "cuda":
         from sametoken.ops.model.attention import hopper
 
-        if hopper.serves(shape, dtype, block_size, device, has_sinks=has_sinks):
+        if hopper.serves(shape, dtype, block_size, device):
             return "gluon"
     return kernels
 
@@ -80,8 +78,6 @@ def attention_scratch(
     block_size: int,
     device: torch.device,
     launches: Launches,
-    *,
-    has_sinks: bool,
 ) -> int:
     """The most bytes that a launch of attention on a GPU has beside its result.
 
@@ -91,7 +87,6 @@ def attention_scratch(
         block_size: positions of a block.
         device: the GPU.
         launches: what launches have at most.
-        has_sinks: whether heads have logits without values.
     """
     # Only CUDA builds of torch come with Triton.
     from sametoken.ops.model.attention import hopper, triton
@@ -99,7 +94,7 @@ def attention_scratch(
     from sametoken.ops.model.latent_attention import tuning as latent
 
     if isinstance(shape, AttentionShape):
-        if hopper.serves(shape, dtype, block_size, device, has_sinks=has_sinks):
+        if hopper.serves(shape, dtype, block_size, device):
             return hopper.most_scratch(shape, launches)
         return triton.most_scratch(shape, dtype, launches)
     if latent_hopper.serves(shape.rank, shape.width, dtype, block_size, device):

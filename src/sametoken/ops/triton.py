@@ -262,11 +262,10 @@ class TritonKernels:
         kv: LayerKV,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        block_size, has_sinks = kv.keys.shape[2], sinks is not None
-        if hopper.serves(shape, kv.keys.dtype, block_size, q.device, has_sinks=has_sinks):
+        if hopper.serves(shape, kv.keys.dtype, kv.keys.shape[2], q.device):
             if self._arrived is None:
                 self._arrived = hopper.counters(q.device)
-            return hopper.attention(q, shape, rows, kv, self._arrived)
+            return hopper.attention(q, shape, rows, kv, self._arrived, sinks)
         return attention.attention(q, shape, rows, kv, sinks)
 
     def require_latent(self, shape: LatentShape) -> None:

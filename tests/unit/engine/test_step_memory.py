@@ -127,9 +127,7 @@ def peak_and_planned(
             fast_prompts_from=len(fast), tensor_parallel_size=parallel.size,
         )  # fmt: skip
         model, dtype = step.model, torch.bfloat16
-        mixing = most_mixing(
-            model, config, dtype, META, max_len, has_sinks=model.has_sinks, width=dtype.itemsize
-        )
+        mixing = most_mixing(model, config, dtype, META, max_len, width=dtype.itemsize)
         planned = StepMemory.of(config, model.config, model.caches, dtype, 0, 0, mixing)
     return memory.peak, planned.bytes_of(256)
 

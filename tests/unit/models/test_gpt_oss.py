@@ -116,10 +116,10 @@ def test_a_plan_says_which_kernels_compute_its_attention_on_hopper(tmp_path, mon
         target = load(write_family(tmp_path / name, name))
         for dtype in (torch.bfloat16, torch.float8_e4m3fn):
             own = stored_in(target.caches, dtype)
-            found.append(_attention_kernels(backend, asked(target.config), own, target.has_sinks))
-    assert found == ["triton", "triton", "gluon", "triton"]
+            found.append(_attention_kernels(backend, asked(target.config), own))
+    assert found == ["gluon", "triton", "gluon", "triton"]
     # Of as many queries by KV head as one rank, or one of two, has.
     many, own = replace(target.config, num_heads=128), stored_in(target.caches, torch.bfloat16)
     one_head = tuple(replace(one, num_kv_heads=1) for one in own)
     for size, name in ((1, "triton"), (2, "gluon")):
-        assert _attention_kernels(backend, asked(many, size), one_head, has_sinks=False) == name
+        assert _attention_kernels(backend, asked(many, size), one_head) == name

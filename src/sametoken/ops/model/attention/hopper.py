@@ -102,13 +102,10 @@ def serves(
     dtype: torch.dtype,
     block_size: int,
     device: torch.device,
-    *,
-    has_sinks: bool,
 ) -> bool:
-    """Whether these kernels compute this attention, without sinks: always or never in an engine."""
+    """Whether these kernels compute this attention: always or never in an engine."""
     return (
-        not has_sinks
-        and is_hopper(device)
+        is_hopper(device)
         and dtype in (torch.bfloat16, torch.float16)
         and shape.head_dim % 8 == 0
         and shape.head_dim <= max(TABLES)
@@ -195,6 +192,7 @@ def attention(
     rows: QueryRows,
     kv: LayerKV,
     arrived: Tensor,
+    sinks: Tensor | None = None,
     *,
     config: HopperConfig | None = None,
 ) -> Tensor:
@@ -209,6 +207,7 @@ def attention(
         rows: positions and slots of the rows, with their runs.
         kv: the layer's KV, contiguous; values are finite.
         arrived: of ``counters``; launches that may run at the same time need separate ones.
+        sinks: [H] fp32, a logit of each head without a value; None: there are none.
         config: the configuration of all launches; None: ``choose``.
     """
     assert rows.runs is not None
@@ -219,7 +218,7 @@ def attention(
     max_seq_len = rows.block_table.shape[1] * kv.keys.shape[2]
     for group in rows.runs.groups if len(q) else ():
         chosen = config or choose(group.num_runs, group.max_rows, len(q), shape, max_seq_len)
-        _launch(q, shape, rows, kv, out, arrived, group, chosen)
+        _launch(q, shape, rows, kv, sinks, out, arrived, group, chosen)
     return out
 
 
@@ -241,6 +240,7 @@ def _launch(
     shape: AttentionShape,
     rows: QueryRows,
     kv: LayerKV,
+    sinks: Tensor | None,
     out: Tensor,
     arrived: Tensor,
     group: RunGroup,
@@ -255,7 +255,7 @@ def _launch(
     sums = q.new_empty(scratch.sums, dtype=torch.float32)
     described = (boxes(memory, min(memory.shape[2], 64)) for memory in (kv.keys, kv.values))
     inputs = (
-        q, *described, rows.positions, rows.slots, rows.runs.starts, table,
+        q, *described, rows.positions, rows.slots, rows.runs.starts, table, sinks,
     )  # fmt: skip
     constants = {
         "KV_HEADS": shape.num_kv_heads,

@@ -68,7 +68,7 @@ def _load_by_splits(
 
 @gluon.jit
 def _attend_by_splits(
-    q, positions, slots, starts, out, sums, stats, arrived, q_memory, kept, ring, full, free,
+    q, positions, slots, starts, sinks, out, sums, stats, arrived, q_memory, kept, ring, full, free,
     first_run, width, tiles_per_run, num_tiles, head, tile, start, low, high, most, scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_DIM: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr, SLOTS: gl.constexpr,
@@ -104,7 +104,7 @@ def _attend_by_splits(
                 )  # fmt: skip
                 if KEEPS and joins & (last == end_split):
                     store_rows(
-                        out, slots, slot, acc, total, first, num_rows, head,
+                        out, slots, slot, sinks, acc, top, total, first, num_rows, head, scale,
                         HEADS, GROUP, HEAD_DIM, RAGGED,
                     )  # fmt: skip
                 else:
@@ -122,7 +122,7 @@ def _attend_by_splits(
                     if stored % JOINED == end_split - first_split:
                         gl.store(counter, 0)
                         join_parts(
-                            out, slots, slot, sums, stats, first, num_rows,
+                            out, slots, slot, sinks, sums, stats, first, num_rows,
                             first_split + stored // JOINED, end_split, part, most, head, scale,
                             HEADS, GROUP, HEAD_DIM, BLOCK_DIM, RAGGED,
                         )  # fmt: skip
@@ -161,6 +161,7 @@ def splits_kernel(
     slots,  # [num_rows] int64
     starts,  # [runs + 1] int64, or None: every run has ``width`` rows
     block_table,  # [num_slots, table_stride] int64
+    sinks,  # [heads] fp32, or None
     out,  # [num_rows, heads, HEAD_DIM], written
     sums,  # [runs * width, heads, most, HEAD_DIM] fp32, written
     stats,  # [runs * width, heads, most, 2] fp32, written: total weight, maximum score
@@ -219,7 +220,7 @@ def splits_kernel(
     gl.warp_specialize(
         [
             (_attend_by_splits, (
-                q, positions, slots, starts, out, sums, stats, arrived,
+                q, positions, slots, starts, sinks, out, sums, stats, arrived,
                 q_memory, kept, ring, full, free,
                 first_run, width, tiles_per_run, num_tiles, head, first_tile, start, low, high,
                 most, scale,
@@ -253,7 +254,7 @@ def _load_all(
 
 @gluon.jit
 def _attend_all(
-    q, slots, slot, out, q_memory, kept, rest, ring, full, free,
+    q, slots, slot, sinks, out, q_memory, kept, rest, ring, full, free,
     first, stop, position, begin, end, scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_DIM: gl.constexpr,
     TILE: gl.constexpr, WINDOW: gl.constexpr, SLOTS: gl.constexpr, RAGGED: gl.constexpr,
@@ -265,14 +266,15 @@ def _attend_all(
     if PDL:
         cuda.gdc_wait()
     load_queries(q, q_memory, first, stop - first, head, HEADS, GROUP, HEAD_DIM, BLOCK_DIM)
-    acc, _, total = attend(
+    acc, top, total = attend(
         q_memory, ring, full, free, 0 * begin, begin, end, position, stop - first, scale,
         kept, rest, None, None, None, None, True,
         HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS,
     )  # fmt: skip
     store_rows(
-        out, slots, slot, acc, total, first, stop - first, head, HEADS, GROUP, HEAD_DIM, RAGGED
-    )
+        out, slots, slot, sinks, acc, top, total, first, stop - first, head, scale,
+        HEADS, GROUP, HEAD_DIM, RAGGED,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -315,6 +317,7 @@ def rows_kernel(
     slots,
     starts,
     block_table,
+    sinks,
     out,  # [num_rows, heads, HEAD_DIM]
     running,  # [programs, WARP_GROUPS, QUERIES, columns that ``kept_shape`` leaves] fp32
     first_run,
@@ -362,7 +365,7 @@ def rows_kernel(
         gl.warp_specialize(
             [
                 (_attend_all, (
-                    q, slots, slot, out, q_memory.index(0), kept, rest, ring, full, free,
+                    q, slots, slot, sinks, out, q_memory.index(0), kept, rest, ring, full, free,
                     first, stop, position, before, end, scale,
                     KV_HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, RAGGED, PDL,
                 )),
@@ -378,13 +381,13 @@ def rows_kernel(
         gl.warp_specialize(
             [
                 (_attend_all, (
-                    q, slots, slot, out, q_memory.index(0), kept, rest, ring, full, free,
+                    q, slots, slot, sinks, out, q_memory.index(0), kept, rest, ring, full, free,
                     first, min(first + ROWS, stop), position, before, end, scale,
                     KV_HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, RAGGED, PDL,
                 )),
                 (_attend_all, (
-                    q, slots, slot, out, q_memory.index(1), kept_2, rest + REST, ring, full, free,
-                    first + ROWS, stop, position + ROWS, before, end, scale,
+                    q, slots, slot, sinks, out, q_memory.index(1), kept_2, rest + REST,
+                    ring, full, free, first + ROWS, stop, position + ROWS, before, end, scale,
                     KV_HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, RAGGED, PDL,
                 )),
                 (_load_all, (

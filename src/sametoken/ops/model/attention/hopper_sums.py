@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sametoken.ops.hopper_layouts import products
+from sametoken.ops.model.attention.tuning import LOG2_E
 
 #: Queries of a warp group.
 QUERIES = gl.constexpr(64)
@@ -20,6 +21,7 @@ SHARED_DIM = gl.constexpr(128)
 PART = gl.constexpr(64)
 #: The maximum score before any; finite, so that differences of two are numbers.
 LOWEST = gl.constexpr(-1.0e30)
+_LOG2_E = gl.constexpr(LOG2_E)
 
 
 @gluon.constexpr_function
@@ -37,6 +39,18 @@ def joined(top, total, split_top, split_total, scale):
     old = gl.exp2((top - new_top) * scale)
     new = gl.exp2((split_top - new_top) * scale)
     return new_top, gl.fma(total, old, split_total * new), old, new
+
+
+@gluon.jit
+def with_sinks(acc, top, total, sinks, scale):
+    """Join each query's sink to all its splits: one more, of weight 1, whose values are 0.
+
+    Its maximum is the logit over the scale that ``joined`` multiplies with. The compiler could
+    contract a product with the difference there, in each kernel differently, but no multiply-add.
+    """
+    sink_top = gl.fma(sinks, _LOG2_E / scale, 0.0)
+    _, total, old, _ = joined(top, total, sink_top, 1.0, scale)
+    return acc * old[:, None], total
 
 
 @gluon.jit

@@ -26,7 +26,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import load_box, products, swizzled
-from sametoken.ops.model.attention.hopper_sums import LOWEST, QUERIES, joined, keep, summed
+from sametoken.ops.model.attention.hopper_sums import (
+    LOWEST,
+    QUERIES,
+    joined,
+    keep,
+    summed,
+    with_sinks,
+)
 from sametoken.ops.model.attention.schedule import begin_of, split_of
 
 
@@ -189,10 +196,16 @@ def store_part(
 
 @gluon.jit
 def _store_outputs(
-    out, slots, slot, acc, total, query, first, num_rows, head, HEADS: gl.constexpr,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, RAGGED: gl.constexpr,
+    out, slots, slot, sinks, acc, top, total, query, first, num_rows, head, scale,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """Store outputs of a query tile; dead rows are 0, so a MoE layer routes them all alike."""
+    """Join sinks, if there are any, and store a query tile's outputs.
+
+    Dead rows are 0, so a MoE layer routes them all alike.
+    """
+    if sinks is not None:
+        own = gl.load(sinks + head * GROUP + query % GROUP)
+        acc, total = with_sinks(acc, top, total, own, scale)
     acc = acc / gl.where(total == 0.0, 1.0, total)[:, None]
     present = query // GROUP < num_rows
     if RAGGED:
@@ -207,16 +220,17 @@ def _store_outputs(
 
 @gluon.jit
 def store_rows(
-    out, slots, slot, acc, total, first, num_rows, head, HEADS: gl.constexpr, GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr, RAGGED: gl.constexpr,
+    out, slots, slot, sinks, acc, top, total, first, num_rows, head, scale, HEADS: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """Store the outputs that ``attend`` has."""
+    """Store the outputs of what ``attend`` returns."""
     BY_QUERY: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     query = gl.arange(0, QUERIES, layout=BY_QUERY)
-    total = gl.convert_layout(total, BY_QUERY)
+    top, total = gl.convert_layout(top, BY_QUERY), gl.convert_layout(total, BY_QUERY)
     _store_outputs(
-        out, slots, slot, acc, total, query, first, num_rows, head, HEADS, GROUP, HEAD_DIM, RAGGED
-    )
+        out, slots, slot, sinks, acc, top, total, query, first, num_rows, head, scale,
+        HEADS, GROUP, HEAD_DIM, RAGGED,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -333,9 +347,9 @@ def attend(
 
 @gluon.jit
 def join_parts(
-    out, slots, slot, sums, stats, first, num_rows, first_split, end_split, part, most, head, scale,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_DIM: gl.constexpr,
-    RAGGED: gl.constexpr,
+    out, slots, slot, sinks, sums, stats, first, num_rows, first_split, end_split, part, most, head,
+    scale, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_DIM: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Join the stored results of a query tile's splits in order, and store its outputs.
 
@@ -371,6 +385,6 @@ def join_parts(
                 top, total, old, new = joined(top, total, tops[ahead], totals[ahead], scale)
                 acc = gl.fma(acc, old[:, None] + gl.zeros_like(acc), parts[ahead] * new[:, None])
         _store_outputs(
-            out, slots, slot, acc, total, query, first, num_rows, head, HEADS, GROUP,
-            HEAD_DIM, RAGGED,
+            out, slots, slot, sinks, acc, top, total, query, first, num_rows, head, scale,
+            HEADS, GROUP, HEAD_DIM, RAGGED,
         )  # fmt: skip

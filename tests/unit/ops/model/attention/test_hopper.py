@@ -16,7 +16,8 @@ import torch
 from helpers.compiled import Launched, compile_launches, unused_barriers
 from sametoken.ops.backend import AttentionRows, AttentionShape, KeptRows, LayerKV, RowRuns
 from sametoken.ops.dispatch import attention_kernels
-from sametoken.ops.model.attention import hopper, hopper_kernels, schedule
+from sametoken.ops.model.attention import hopper, hopper_kernels, hopper_sums, schedule
+from sametoken.ops.model.attention.tuning import LOG2_E
 
 QWEN3 = AttentionShape(32, 8, 128)
 
@@ -188,44 +189,81 @@ def test_kept_rows_wait_for_memory_that_the_kernels_before_them_write(config, mo
 
 def test_it_serves_hopper_alone(monkeypatch):
     asked = (torch.bfloat16, 64, torch.device("cpu"))
-    serves = partial(hopper.serves, has_sinks=False)
-    assert not serves(QWEN3, *asked)
+    assert not hopper.serves(QWEN3, *asked)
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
-    assert serves(QWEN3, *asked)
-    assert not serves(QWEN3, torch.float32, *asked[1:])
-    assert not serves(QWEN3, torch.float8_e4m3fn, *asked[1:])
-    assert not serves(AttentionShape(65, 1, 128), *asked)
-    assert not serves(AttentionShape(4, 4, 20), *asked)
-    assert not serves(AttentionShape(32, 4, 512), *asked)
-    assert not serves(QWEN3, torch.bfloat16, 24, torch.device("cpu"))
-    assert not hopper.serves(QWEN3, *asked, has_sinks=True)
+    assert hopper.serves(QWEN3, *asked)
+    assert not hopper.serves(QWEN3, torch.float32, *asked[1:])
+    assert not hopper.serves(QWEN3, torch.float8_e4m3fn, *asked[1:])
+    assert not hopper.serves(AttentionShape(65, 1, 128), *asked)
+    assert not hopper.serves(AttentionShape(4, 4, 20), *asked)
+    assert not hopper.serves(AttentionShape(32, 4, 512), *asked)
+    assert not hopper.serves(QWEN3, torch.bfloat16, 24, torch.device("cpu"))
 
 
 def test_what_computes_attention_has_a_name(monkeypatch):
     asked = (QWEN3, torch.bfloat16, 64)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert attention_kernels("native", *asked, cpu, has_sinks=False) == "native"
+    assert attention_kernels("native", *asked, cpu) == "native"
     for hopper_gpu, name in ((True, "gluon"), (False, "triton")):
         monkeypatch.setattr(hopper, "is_hopper", lambda device, found=hopper_gpu: found)
-        assert attention_kernels("triton", *asked, cuda, has_sinks=False) == name
-        assert attention_kernels("triton", *asked, cuda, has_sinks=True) == "triton"
+        assert attention_kernels("triton", *asked, cuda) == name
 
 
-def test_both_forms_compile_once_for_all_counts(tmp_path):
-    code = """
+@pytest.mark.parametrize("level", [0.0, 300.0, -300.0])
+def test_a_sink_joins_splits_as_one_more_without_values(level, monkeypatch):
+    """Queries x splits of five positions each; a sink far above or below all scores too."""
+    language = SimpleNamespace(
+        exp2=torch.exp2,
+        maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
+        fma=lambda a, b, c: a * b + c,
+    )
+    joined = hopper_sums.joined.fn
+    for name, stand_in in (("gl", language), ("joined", joined), ("_LOG2_E", LOG2_E)):
+        monkeypatch.setattr(hopper_sums, name, stand_in)
+    random, factor = torch.Generator().manual_seed(0), 0.125
+    scores = 30 * torch.randn(8, 3, 5, generator=random)
+    values = torch.randn(3, 5, 4, generator=random)
+    sinks = level + torch.linspace(-3, 3, 8)
+    scale = factor * LOG2_E
+    acc, top, total = torch.zeros(8, 4), torch.full((8,), -1e30), torch.zeros(8)
+    for split in range(3):
+        highest = scores[:, split].amax(1)
+        weights = torch.exp2((scores[:, split] - highest[:, None]) * scale)
+        top, total, old, new = joined(top, total, highest, weights.sum(1), scale)
+        acc = acc * old[:, None] + weights @ values[split] * new[:, None]
+    acc, total = hopper_sums.with_sinks.fn(acc, top, total, sinks, scale)
+    beside = torch.cat((scores.flatten(1) * factor, sinks[:, None]), dim=1).double()
+    expected = torch.softmax(beside, dim=1)[:, :-1] @ values.flatten(0, 1).double()
+    assert (acc / total[:, None]).isfinite().all()
+    torch.testing.assert_close((acc / total[:, None]).double(), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("heads", "window", "forms", "sinks"),
+    [
+        ((6, 2), 100, ("splits", "wide"), None),
+        # gpt-oss.
+        ((64, 8), 128, ("splits", "narrow"), "torch.zeros(64)"),
+        ((64, 8), None, ("splits", "wide"), "torch.zeros(64)"),
+    ],
+)
+def test_both_forms_compile_once_for_all_counts(heads, window, forms, sinks, tmp_path):
+    code = f"""
 from sametoken.ops.model.attention import hopper
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RowRuns
 
-shape, table = AttentionShape(6, 2, 64, sliding_window=100), torch.zeros(64, 32, dtype=torch.int64)
-kv = LayerKV(*torch.zeros(2, 2, 2, 64, 64, dtype=torch.bfloat16))
+shape = AttentionShape(*{heads}, 64, sliding_window={window})
+table = torch.zeros(64, 32, dtype=torch.int64)
+kv = LayerKV(*torch.zeros(2, 2, shape.num_kv_heads, 64, 64, dtype=torch.bfloat16))
 forms = hopper.table_for(shape)
 for count, width in ((1, 1), (2, 3), (16, 16), (17, 1)):
     at = torch.zeros(count * width, dtype=torch.int64)
-    q = torch.zeros(len(at), 6, 64, dtype=torch.bfloat16)
+    q = torch.zeros(len(at), shape.num_heads, 64, dtype=torch.bfloat16)
     starts = torch.zeros(count + 2, dtype=torch.int64)[count % 2:][: count + 1]
     rows = AttentionRows(at, at, at, table, RowRuns(count, width, starts, count // 2, width))
-    for config in (forms.splits, forms.wide):
-        hopper.attention(q, shape, rows, kv, hopper.counters(q.device), config=config)
+    for form in {forms}:
+        config, arrived = getattr(forms, form), hopper.counters(q.device)
+        hopper.attention(q, shape, rows, kv, arrived, {sinks}, config=config)
 """
     compile_launches(code, tmp_path)
     assert len(list(tmp_path.rglob("*_kernel.ptx"))) == 2

@@ -1,8 +1,8 @@
 """Profile of a captured decode step, or of prompts: kernels by name, from torch's profiler.
 
-    python benchmarks/steps/profile_gpu.py MODEL CONCURRENCY [SPECULATIVE_JSON | prompts]
+    python benchmarks/steps/profile_gpu.py MODEL CONCURRENCY [SPECULATIVE_JSON | prompts[:TOKENS]]
 
-Dummy weights; 512 tokens in. ``prompts`` profiles the steps that compute all prompts, in rows of
+Dummy weights; 512 tokens in, or TOKENS. ``prompts`` profiles the steps that compute all prompts, in rows of
 the default budget, after a first round of them. With programmatic dependent launch a kernel starts
 early and waits for the earlier ones; that wait does not count. A kernel's time runs from the end
 of all earlier kernels to its own end. Prints the microseconds per step by kernel and its
@@ -49,13 +49,15 @@ def idle_time(spans: list[FunctionEvent]) -> float:
     return idle
 
 
-def add_requests(core: EngineCore, name: str, count: int, max_tokens: int) -> None:
-    """Queue ``count`` random prompts of 512 tokens."""
+def add_requests(
+    core: EngineCore, name: str, count: int, max_tokens: int, num_tokens: int = 512
+) -> None:
+    """Queue ``count`` random prompts."""
     rng = random.Random(name)
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens)
     for i in range(count):
-        prompt = tuple(rng.randrange(1000, 100_000) for _ in range(512))
-        core.add_request(EngineRequest(f"{name}{i}", prompt, params, 512 + max_tokens))
+        prompt = tuple(rng.randrange(1000, 100_000) for _ in range(num_tokens))
+        core.add_request(EngineRequest(f"{name}{i}", prompt, params, num_tokens + max_tokens))
 
 
 def finish(core: EngineCore) -> int:
@@ -73,21 +75,22 @@ def finish(core: EngineCore) -> int:
 def main() -> None:
     model, concurrency = sys.argv[1], int(sys.argv[2])
     third = sys.argv[3] if len(sys.argv) > 3 else None
-    of_prompts = third == "prompts"
+    of_prompts = third is not None and third.startswith("prompts")
+    num_tokens = int((third or "").partition("prompts:")[2] or 512)
     options = {} if third is None or of_prompts else {"speculative_config": third}
     if not of_prompts:
         options["max_num_batched_tokens"] = 8192
     core = build_engine(
         EngineConfig.from_options(
-            model=model, load_format="dummy", max_model_len=2048,
+            model=model, load_format="dummy", max_model_len=max(2048, num_tokens + 64),
             kv_cache_memory_bytes=9126805504, max_num_seqs=concurrency,
             enable_prefix_caching=False, **options,
         )
     )  # fmt: skip
-    add_requests(core, "first", concurrency, 1 if of_prompts else 1000)
+    add_requests(core, "first", concurrency, 1 if of_prompts else 1000, num_tokens)
     if of_prompts:
         finish(core)
-        add_requests(core, "second", concurrency, 1)
+        add_requests(core, "second", concurrency, 1, num_tokens)
     else:
         for _ in range(30):
             core.step()

@@ -6,15 +6,14 @@
 Choices are random: even, so that experts have about equally many rows; a quarter of the rows
 alike, as rows of padding are; or of favoured experts, expert i in proportion to 1 / (i + 4). A
 graph runs over layers that exceed L2 in sum. Rates are of the products' own operations and of the
-chosen experts' bytes. A line marked ``!`` has other bits than the first. Of mxfp4 the times are of
-elements that are made in registers, of those expanded in memory with their product, and of the
-expansion alone.
+chosen experts' bytes. A line marked ``!`` has other bits than the first.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -22,13 +21,12 @@ from graph_times import microseconds
 from torch import Tensor
 
 from sametoken.ops.backend import Routing
-from sametoken.ops.model import moe_triton
 from sametoken.ops.model.activation_triton import Activation
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.moe_gate_triton import moe_gate
 from sametoken.ops.model.moe_rows_triton import RowGroups, combine
 from sametoken.ops.model.moe_tiles import ExpertTile
-from sametoken.ops.model.moe_triton import ExpertStack, multiply
+from sametoken.ops.model.moe_triton import ExpertStack, _product
 from sametoken.ops.weight import Rounding
 
 
@@ -72,6 +70,21 @@ TILES = (
     ExpertTile(128, 128, 128, 8, 4, tma=True),
     ExpertTile(128, 256, 128, 8, 4, tma=True),
 )
+#: Of matrices in 4 bits, before a gate; else of twice the features.
+PANELS_TILES = (
+    ExpertTile(16, 32, 64, 4, 4),
+    ExpertTile(16, 32, 64, 4, 6),
+    ExpertTile(16, 64, 64, 4, 4),
+    ExpertTile(16, 64, 64, 4, 3),
+    ExpertTile(32, 32, 64, 4, 4),
+    ExpertTile(32, 64, 64, 4, 4),
+    ExpertTile(64, 32, 64, 4, 4, programs=2),
+    ExpertTile(64, 64, 64, 4, 4, programs=2),
+    ExpertTile(64, 64, 64, 4, 3, programs=2),
+    ExpertTile(128, 32, 64, 4, 3, programs=2),
+    ExpertTile(128, 64, 64, 4, 3, programs=2),
+    ExpertTile(128, 64, 64, 4, 2, programs=2),
+)
 # Several times L2.
 LEAST_BYTES = 256 << 20
 
@@ -91,7 +104,7 @@ def stacks_of(shape: Shape, form: str) -> list[tuple[Stack, Stack]]:
             words = torch.randint(-(2**31), 2**31, sizes[0], dtype=torch.int32, device="cuda")
             # Powers of 2^-10.
             powers = torch.full(sizes[1], 0x75757575, dtype=torch.int32, device="cuda")
-            return Int4Panels(words, powers, None, k, e2m1=True, fused=False)
+            return Int4Panels(words, powers, None, k, e2m1=True, fused=False, small=True)
         weight = torch.randn(shape.num_experts, n, k, device="cuda", dtype=torch.bfloat16) / k**0.5
         if form == "bf16":
             return ExpertStack(weight)
@@ -103,39 +116,9 @@ def stacks_of(shape: Shape, form: str) -> list[tuple[Stack, Stack]]:
     return [(pair[0], pair[1]), *((stack(*sizes[0]), stack(*sizes[1])) for _ in range(layers))]
 
 
-def compare_places(
-    name: str,
-    stacks: Sequence[Int4Panels],
-    x: Tensor,
-    groups: RowGroups,
-    gather: int,
-    out: Tensor,
-    activation: Activation,
-) -> None:
-    """Print a line for each place where elements can be made, and of making them in memory."""
-    memory = x.new_empty(len(groups.experts), stacks[0].out_features, stacks[0].in_features)
-
-    def expand(stack: Int4Panels) -> None:
-        stack.expand_experts(groups.experts, groups.counts, memory)
-
-    def call(stack: Int4Panels) -> None:
-        moe_triton._product(x, stack, None, groups, out, gather, activation)
-
-    first = None
-    for place, most in (("registers", 1 << 30), ("memory", 0)):
-        moe_triton.EXPANDED_ROWS = most
-        call(stacks[0])
-        first = out.clone() if first is None else first
-        mark = " " if torch.equal(out, first) else "!"
-        time = microseconds(call, stacks)
-        rate = 2 * out.shape[0] * stacks[0].out_features * stacks[0].in_features / time / 1e6
-        print(f"{mark} {name} {time:8.1f} us {rate:5.0f} TFLOP/s  in {place}", flush=True)
-    print(f"  {name} {microseconds(expand, stacks):8.1f} us to expand", flush=True)
-
-
 def compare(
     name: str,
-    stacks: Sequence[ExpertStack],
+    stacks: Sequence[Stack],
     x: Tensor,
     groups: RowGroups,
     gather: int,
@@ -144,11 +127,14 @@ def compare(
     used: float,
 ) -> None:
     """Print a line for each tile; ``used`` is the part of the experts that rows chose."""
-    first = None
-    for tile in TILES:
+    first, tiles = None, TILES
+    if isinstance(stacks[0], Int4Panels):
+        wide = 1 if stacks[0].out_features > out.shape[1] else 2
+        tiles = (None, *(replace(tile, features=wide * tile.features) for tile in PANELS_TILES))
+    for tile in tiles:
 
-        def call(stack: ExpertStack, tile: ExpertTile | None = tile) -> None:
-            multiply(x, stack, None, groups, out, gather, activation, tile=tile)
+        def call(stack: Stack, tile: ExpertTile | None = tile) -> None:
+            _product(x, stack, None, groups, out, gather, activation, tile)
 
         try:
             call(stacks[0])
@@ -199,14 +185,8 @@ def run(
     used = len(chosen.unique()) / shape.num_experts
     first, second = ([stack[i] for stack in stacks] for i in (0, 1))
     activation = Activation("silu_mul" if shape.gated else "relu_squared")
-    up = (x, groups, shape.top_k, inner, activation)
-    down = (inner, groups, 0, outer, Activation("none"))
-    if form == "mxfp4":
-        compare_places("up  ", first, *up)
-        compare_places("down", second, *down)
-    else:
-        compare("up  ", first, *up, used)
-        compare("down", second, *down, used)
+    compare("up  ", first, x, groups, shape.top_k, inner, activation, used)
+    compare("down", second, inner, groups, 0, outer, Activation("none"), used)
 
 
 def main() -> None:

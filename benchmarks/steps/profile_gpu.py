@@ -2,10 +2,10 @@
 
     python benchmarks/steps/profile_gpu.py MODEL CONCURRENCY [SPECULATIVE_JSON | prompts[:TOKENS]]
 
-Dummy weights; 512 tokens in, or TOKENS. ``prompts`` profiles the steps that compute all prompts, in rows of
-the default budget, after a first round of them. With programmatic dependent launch a kernel starts
-early and waits for the earlier ones; that wait does not count. A kernel's time runs from the end
-of all earlier kernels to its own end. Prints the microseconds per step by kernel and its
+Dummy weights; 512 tokens in, or TOKENS. ``prompts`` profiles the steps that compute all prompts, in
+rows of the default budget, after a first round of them. With programmatic dependent launch a kernel
+starts early and waits for the earlier ones; that wait does not count. A kernel's time runs from the
+end of all earlier kernels to its own end. Prints the microseconds per step by kernel and its
 predecessor; they add up to the step. Idle is the time in which no kernel runs.
 """
 

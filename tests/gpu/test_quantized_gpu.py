@@ -18,7 +18,6 @@ from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.backend import Routing
 from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.hopper import is_hopper
-from sametoken.ops.model import moe_tiles, moe_triton
 from sametoken.ops.model.gemm import int4_hopper
 from sametoken.ops.model.gemm.fp8 import Fp8Weight
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
@@ -371,11 +370,8 @@ def test_float8_experts_have_the_row_law(by_group, rounding):
 
 
 @pytest.mark.parametrize(("e2m1", "width"), [(False, 32), (True, 32), (True, 16)])
-def test_experts_in_four_bits_have_the_row_law(e2m1, width, monkeypatch):
-    """Of most rows, elements are made in memory, of five experts at a time."""
-    count, hidden, inner, most_rows = 16, 2880, 1440, 1700
-    assert most_rows * 4 / count > moe_triton.EXPANDED_ROWS
-    monkeypatch.setattr(moe_tiles, "EXPANDED_ELEMENTS", 5 * 2 * inner * hidden)
+def test_experts_in_four_bits_have_the_row_law(e2m1, width):
+    count, hidden, inner = 16, 2880, 1440
     generator = torch.Generator("cuda").manual_seed(3)
 
     def matrices(features: int, depth: int) -> list[Int4Matrix]:
@@ -402,7 +398,8 @@ def test_experts_in_four_bits_have_the_row_law(e2m1, width, monkeypatch):
             for each in (first, second)
         )
     )
-    x, logits = normal(most_rows, hidden, seed=4), normal(most_rows, count, seed=5)
+    # A quarter of a row's mean to more than 128: every tile.
+    x, logits = normal(700, hidden, seed=4), normal(700, count, seed=5)
     chosen, weights = moe_gate(logits, Routing(4, True))
     whole = stacked(x, chosen, weights)
     plain = ([Int4Weight(one) for one in each] for each in (first, second))
@@ -413,6 +410,6 @@ def test_experts_in_four_bits_have_the_row_law(e2m1, width, monkeypatch):
     )
     lone = chosen[:, :1].contiguous(), weights[:, :1].contiguous()
     assert torch.equal(stacked(x, *lone), dense(x, *lone))
-    for rows in (1, 2, 17, 64, 257, 1300, 1600):
+    for rows in (1, 2, 17, 64, 257, 600):
         parts = (x[:rows].clone(), chosen[:rows].clone(), weights[:rows].clone())
         assert torch.equal(stacked(*parts), whole[:rows])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil
 
@@ -24,9 +24,8 @@ from sametoken.ops.model.low_rank import AdaptedWeight
 from sametoken.ops.model.low_rank_experts import AdaptedExperts
 from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.model.moe import SeparateExperts
-from sametoken.ops.model.moe_tiles import experts_at_once
 from sametoken.ops.model.recurrent.rule import FAST_ROWS, RecurrentRule
-from sametoken.ops.weight import ExpandedWeight, PackedMatrix, Weight
+from sametoken.ops.weight import ExpandedWeight, PackedMatrix
 from sametoken.scheduler.plan_draft import max_sampled_rows
 
 _FP32 = 4
@@ -131,7 +130,7 @@ class StepMemory:
 
 
 def most_expanded(node: object, device: torch.device) -> int:
-    """Elements of the matrices that products of many rows expand at once, the most of any.
+    """Elements of the largest matrix that products of many rows expand, one at a time.
 
     Args:
         node: models and heads, nested in any way.
@@ -142,17 +141,11 @@ def most_expanded(node: object, device: torch.device) -> int:
     if isinstance(node, ExpandedWeight):
         return node.num_expanded
     if isinstance(node, SeparateExperts):
-        return max(_expanded_of(weights) for weights in (node.gate_up, node.down))
+        # A GPU stacks experts, and makes their elements in registers.
+        return 0
     # Rows of an embedding are looked up.
     parts = (child for name, child in children_of(node) if name != "embedding")
     return max((most_expanded(part, device) for part in parts), default=0)
-
-
-def _expanded_of(weights: Sequence[Weight]) -> int:
-    """The same of one product of experts, whose matrices are alike."""
-    if not isinstance(weights[0], ExpandedWeight):
-        return 0
-    return experts_at_once(len(weights), weights[0].num_expanded) * weights[0].num_expanded
 
 
 def experts_per_row(model: ModelConfig) -> int:

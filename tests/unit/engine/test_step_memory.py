@@ -37,7 +37,6 @@ from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.loader import load_model
 from sametoken.models.quantize import W4A16
 from sametoken.ops.cache_types import PagedKV, Recurrent
-from sametoken.ops.model import moe_tiles
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 from sametoken.ops.model.gemm.int4 import Int4Weight, packed_int4
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
@@ -274,14 +273,13 @@ def test_the_largest_matrix_in_four_bits_that_products_expand_is_counted(tmp_pat
     assert most_expanded(model, cpu) == 0
 
 
-def test_experts_in_four_bits_are_expanded_some_at_a_time(monkeypatch):
+def test_experts_in_four_bits_are_not_expanded():
     values, scale = packed_int4(torch.ones(8, 32, dtype=torch.uint8), 32), torch.ones(8, 1)
     weight = Int4Weight(Int4Matrix(values, scale, None))
-    experts = ReferenceKernels().pack_experts([weight] * 3, [weight] * 3)
+    experts = ReferenceKernels().pack_experts([weight], [weight])
     cuda = torch.device("cuda")
-    for elements, at_once in ((1, 1), (8 * 32 * 2 + 1, 2), (1 << 20, 3)):
-        monkeypatch.setattr(moe_tiles, "EXPANDED_ELEMENTS", elements)
-        assert most_expanded((weight, experts), cuda) == at_once * 8 * 32
+    assert most_expanded((weight, experts), cuda) == 8 * 32
+    assert most_expanded(experts, cuda) == 0
 
 
 def test_an_expanded_matrix_leaves_less_kv_memory(monkeypatch):

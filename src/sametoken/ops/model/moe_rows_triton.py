@@ -3,9 +3,8 @@
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Self
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -24,7 +23,7 @@ class RowGroups:
     """(row, choice) pairs grouped by expert.
 
     Attributes:
-        experts: [E] int32, all experts, or a part of them; those that a row chose come first.
+        experts: [E] int32, all experts; those that a row chose come first.
         counts: [E] int32, pairs of each of ``experts``.
         starts: [E] int32, pairs of those before it: where its rows begin, if those of all experts
             lie one after the other.
@@ -37,7 +36,7 @@ class RowGroups:
     members: Tensor
 
     @classmethod
-    def of(cls, chosen: Tensor, num_experts: int) -> Self:
+    def of(cls, chosen: Tensor, num_experts: int) -> RowGroups:
         """Group [T, top_k] int64 choices below ``num_experts``; T is at least 1."""
         pairs = chosen.numel()
         block = min(next_power_of_2(pairs), _GROUP_BLOCK)
@@ -64,14 +63,7 @@ class RowGroups:
     @property
     def most_chosen(self) -> int:
         """The most experts that rows can have chosen."""
-        return min(len(self.experts), self.members.shape[1])
-
-    def parts(self, size: int) -> Iterator[Self]:
-        """Groups of ``size`` experts each, the last of fewer."""
-        for first in range(0, self.most_chosen, size):
-            part = slice(first, first + size)
-            own = (one[part] for one in (self.experts, self.counts, self.starts))
-            yield replace(self, **dict(zip(("experts", "counts", "starts"), own, strict=True)))
+        return min(self.members.shape)
 
 
 #: Adds to a product of each pair's row: of rows, results, groups, and the pairs of a row; 0 as for

@@ -13,10 +13,6 @@ from sametoken.ops.model.gemm.fp8 import GROUP
 _LONE, _FEW, _SEVERAL, _SOME = 0.25, 2, 32, 64
 _MANY = math.inf
 
-#: Rows of an expert, in the mean, above which matrices of 4 bits are expanded in memory, and the
-#: most elements of the experts that are expanded at once: 1 GiB of 16 bits.
-EXPANDED_ROWS, EXPANDED_ELEMENTS = 384, 1 << 29
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertTile:
@@ -71,17 +67,13 @@ _WHOLE_SUMS_GATED = ExpertTile(128, 128, 128, 8, 4, tma=True, programs=2)
 _WHOLE_SUMS_PLAIN = ExpertTile(128, 256, 128, 8, 4, tma=True, programs=2)
 
 
-def experts_at_once(num_experts: int, elements: int) -> int:
-    """Of ``num_experts`` matrices of ``elements`` each, those that are expanded at once."""
-    return max(1, min(num_experts, EXPANDED_ELEMENTS // elements))
-
-
 def panels_tile(mean_rows: float, gated: bool) -> ExpertTile:
     """The tile of a product of weights in 4 bits; arguments as ``expert_tile``."""
-    features = 32 if gated else 64
-    if mean_rows > _SEVERAL:
-        return ExpertTile(64, features, 64, 4, 4, programs=2)
-    return ExpertTile(16 if mean_rows <= 8 else 32, features, 64, 4, 4)
+    if mean_rows <= 24:
+        return ExpertTile(16 if mean_rows <= 8 else 32, 32 if gated else 64, 64, 4, 4)
+    if mean_rows <= 128:
+        return ExpertTile(64, 64 if gated else 128, 64, 4, 3, programs=2)
+    return ExpertTile(128, 64, 64, 4, 3, programs=2)
 
 
 def expert_tile(

@@ -11,7 +11,7 @@ import torch
 from helpers.compiled import compile_launches
 from sametoken.errors import UnsupportedError
 from sametoken.ops.backend import Routing
-from sametoken.ops.model import activation, moe_tiles
+from sametoken.ops.model import activation
 from sametoken.ops.model import moe as reference
 from sametoken.ops.model import moe_triton as experts
 from sametoken.ops.model.gemm import fp8
@@ -251,7 +251,7 @@ def test_clamped_experts_compile(tmp_path):
 from sametoken.ops.model.moe_rows_triton import RowGroups
 from sametoken.ops.model.moe_tiles import ExpertTile
 from sametoken.ops.model.activation_triton import Activation
-from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts, multiply
+from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts, _product
 from sametoken.ops.weight import ClampedExperts
 
 gate_up, down = (torch.zeros(3, *size, dtype=torch.bfloat16) for size in ((192, 64), (64, 96)))
@@ -263,10 +263,10 @@ groups, inner = RowGroups.of(chosen, 3), torch.zeros(8, 96, dtype=torch.bfloat16
 for depth in (64, 128):
     tile = ExpertTile(16, 64, depth, 4, 2)
     out = inner[:, :64].contiguous()
-    multiply(inner, experts.down, clamped.down, groups, out, 0, Activation("none"), tile=tile)
+    _product(inner, experts.down, clamped.down, groups, out, 0, Activation("none"), tile)
 """
     compile_launches(code, tmp_path)
-    compiled = list(tmp_path.rglob("expert_kernel.ptx"))
+    compiled = list(tmp_path.rglob("_expert_kernel.ptx"))
     assert len(compiled) == 4
     assert all("add.f32" in path.read_text() for path in compiled)
 
@@ -355,7 +355,7 @@ def test_every_tile_of_a_product(tile, gated, gather):
     x = integers(rows if gather else 2 * rows, in_features) / 128
     out = torch.empty(2 * rows, out_features, dtype=torch.half, device=DEVICE)
     follows = experts.Activation("silu_mul" if gated else "relu_squared")
-    experts.multiply(x, ExpertStack(weight), None, groups, out, gather, follows, tile=tile)
+    experts._product(x, ExpertStack(weight), None, groups, out, gather, follows, tile)
     by_pair = x.repeat_interleave(2, dim=0) if gather else torch.empty(2 * rows, in_features)
     if not gather:
         by_pair[order.cpu()] = x.cpu().float()
@@ -388,10 +388,10 @@ for elements, mean_rows, whole in (*SIXTEEN_BITS, *FLOAT8):
         stack = experts.ExpertStack(weight, scales, None if scales is None else Rounding())
         tile = expert_tile(mean_rows, 256, 192, elements, name == "silu_mul", True, whole)
         out = torch.zeros(8, 256, dtype=torch.bfloat16)
-        experts.multiply(x, stack, None, groups, out, gather, experts.Activation(name), tile=tile)
+        experts._product(x, stack, None, groups, out, gather, experts.Activation(name), tile)
 """
     compile_launches(code, tmp_path)
-    assert len(list(tmp_path.rglob("expert_kernel.ptx"))) == 15
+    assert len(list(tmp_path.rglob("_expert_kernel.ptx"))) == 15
 
 
 def test_an_expert_that_many_rows_choose_has_programs_for_them():
@@ -471,7 +471,7 @@ def int4_experts(count: int, features: int, depth: int, width: int, e2m1: bool):
 @pytest.mark.parametrize(
     ("e2m1", "width", "form"), [(True, 32, True), (False, 64, False), (True, 16, False)]
 )
-def test_experts_in_four_bits(e2m1, width, form, monkeypatch):
+def test_experts_in_four_bits(e2m1, width, form):
     """One group in a row of the second product, many in the first.
 
     Few enough rows for one tile: under the interpreter a product's bits follow its sizes.
@@ -494,15 +494,8 @@ def test_experts_in_four_bits(e2m1, width, form, monkeypatch):
     expected = plain(x.cpu(), chosen.cpu(), weights.cpu())
     torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(beside_adapters(packed, x, chosen, weights), actual)
-    last = [one[-1:].clone() for one in (x, chosen, weights)]
-    assert torch.equal(packed(*last), actual[-1:])
-    # Expanded in memory, two experts at a time, those without rows never.
-    monkeypatch.setattr(experts, "EXPANDED_ROWS", 0)
-    monkeypatch.setattr(moe_tiles, "EXPANDED_ELEMENTS", 2 * 2 * inner * hidden)
-    if DEVICE == "cpu":
-        monkeypatch.setattr(experts, "expert_tile", lambda *_: ExpertTile(16, 32, 128, 4, 4))
-    assert torch.equal(packed(x, chosen, weights), actual)
-    assert torch.equal(packed(*last), actual[-1:])
+    alone = packed(x[-1:].clone(), chosen[-1:].clone(), weights[-1:].clone())
+    assert torch.equal(alone, actual[-1:])
 
 
 def on_device(matrix: Int4Matrix) -> Int4Matrix:
@@ -514,7 +507,6 @@ def on_device(matrix: Int4Matrix) -> Int4Matrix:
 def test_experts_in_four_bits_compile(tmp_path):
     code = """
 from dataclasses import replace
-from sametoken.ops.model import moe_triton
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.moe_triton import StackedExperts
 
@@ -536,9 +528,6 @@ chosen, weights = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
 for zeros in (True, False):
     StackedExperts(stack(192, 128, 32, zeros), stack(128, 96, 32, zeros))(x, chosen, weights)
 StackedExperts(with_factors(192, 128), with_factors(128, 96))(x, chosen, weights)
-moe_triton.EXPANDED_ROWS = 0
-for zeros in (True, False):
-    StackedExperts(stack(192, 128, 32, zeros), stack(128, 96, 32, zeros))(x, chosen, weights)
 """
     compile_launches(code, tmp_path)
 

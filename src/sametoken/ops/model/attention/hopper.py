@@ -36,6 +36,9 @@ QUERIES = 64
 #: Query tiles x KV heads from which programs of whole rows fill the chip.
 BUSY_PROGRAMS = 100
 
+#: Positions of a window that are never divided into splits.
+SHORT_WINDOW = 256
+
 #: Most query tiles of a launch of splits: each program looks at all of them.
 MAX_TILES = 1024
 
@@ -136,7 +139,13 @@ def choose(
     if tiles > MAX_TILES or counters > MAX_COUNTERS or partial_bytes > MAX_PARTIAL_BYTES:
         return table.wide
     programs = most_tiles(num_runs, width, num_rows, rows) * shape.num_kv_heads
-    if width * group <= QUERIES // 2 or programs < BUSY_PROGRAMS:
+    few = programs < BUSY_PROGRAMS
+    if shape.sliding_window is None:
+        divided = few or width * group <= QUERIES // 2
+    else:
+        # Rows see about as much, so programs end together; of few positions, one is done first.
+        divided = few and shape.sliding_window > SHORT_WINDOW
+    if divided:
         return table.splits
     if width <= rows or programs < BUSY_PROGRAMS * table.wide.warp_groups:
         return table.narrow

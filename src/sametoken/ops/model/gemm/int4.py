@@ -90,8 +90,9 @@ def _words_of(halves: Tensor) -> Tensor:
 def e2m1_words(codes: Tensor) -> Tensor:
     """``packed_words`` of codes of e2m1, whose bits lie as a GPU makes bf16 of two at once.
 
-    Features of l = 0 are in the low half of a word, those of l = 1 in the high one. Of i = 2 c + h,
-    bits 3 i to 3 i + 2 of the half are digit and exponent, and bit 14, 12, 15 or 13 is the sign.
+    Features of l = 0 are in the low half of a word, those of l = 1 in the high one. Of i = 2 c + h
+    below 3, bits 3 i to 3 i + 2 of the half are digit and exponent, bit 9 + 3 i is the sign, so
+    that one shift moves both; of i = 3, bits 11, 13 and 14, and bit 10.
 
     Args:
         codes: [N, K] uint8.
@@ -101,8 +102,10 @@ def e2m1_words(codes: Tensor) -> Tensor:
     """
     by_pair = _by_pair(codes)
     halves = torch.zeros_like(by_pair[0])
-    for i, (code, sign) in enumerate(zip(by_pair, (14, 12, 15, 13), strict=True)):
-        halves |= (code & 7) << 3 * i | code >> 3 << sign
+    *first, last = by_pair
+    for i, code in enumerate(first):
+        halves |= (code & 7) << 3 * i | code >> 3 << 9 + 3 * i
+    halves |= (last & 1) << 11 | (last & 6) << 12 | last >> 3 << 10
     return _words_of(halves)
 
 

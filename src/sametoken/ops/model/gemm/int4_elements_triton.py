@@ -55,7 +55,7 @@ def elements_of_block(
     num_words,
     one,
     GROUPS: tl.constexpr,
-    E2M1: tl.constexpr,
+    E2M1: tl.constexpr,  # ``Int4Panels.e2m1_kind``
     FUSED: tl.constexpr,
     dtype: tl.constexpr,
 ):
@@ -76,12 +76,12 @@ def elements_of_block(
         top = top.reshape(FEATURES, 4, BY_WORD, 4 // BY_WORD)
     group = block * GROUPS + tl.arange(0, BY_WORD) * (GROUPS // BY_WORD)
     of_group = group.to(tl.int64)[None, :] * num_rows + w_row[:, None]
-    BYTES: tl.constexpr = E2M1 and scales.dtype.element_ty == tl.int32
-    PAIRED: tl.constexpr = not E2M1 and scales.dtype.element_ty == tl.int32
+    BYTES: tl.constexpr = E2M1 > 0 and scales.dtype.element_ty == tl.int32
+    PAIRED: tl.constexpr = E2M1 == 0 and scales.dtype.element_ty == tl.int32
     # Half of all codes are negative.
     HALF: tl.constexpr = on_base(8, dtype) | 0x8000_8000 if PAIRED else 8 << TOP_BITS
-    # Both numbers of a pair are multiplied at once by a power of two.
-    TWOS: tl.constexpr = BYTES and GROUPS == 4 and factor is None and dtype == tl.bfloat16
+    # Both numbers of a pair become elements by one product.
+    TWOS: tl.constexpr = E2M1 == 2 and dtype == tl.bfloat16
     if TWOS:
         scale = _twos_of_bytes(scales + block.to(tl.int64) * num_rows, w_row, present)
     elif BYTES:
@@ -121,13 +121,10 @@ def _of_bytes(scales, factor, w_row, present, E4M3: tl.constexpr):
 
 @triton.jit
 def _twos_of_bytes(scales, w_row, present):
-    """Doubled powers of two of four groups' bytes of E8M0, for their words, in both halves as bf16.
-
-    Bytes are at most ``mxfp4.MAX_SCALE``; doubled, the smallest is not subnormal either.
-    """
+    """Scales of four groups from bytes of E8M0 up to 128, times 2^126, twice as bf16 in a word."""
     packed = tl.load(scales + w_row, present, other=0)
     byte = (packed[:, None] >> (tl.arange(0, 4) * 8)[None, :]) & 255
-    scale = byte * 0x0080_0080 + 0x0080_0080
+    scale = byte * 0x0080_0080 + 0x3F00_3F00
     return scale.to(tl.uint32, bitcast=True).reshape(w_row.shape[0], 1, 4, 1)
 
 
@@ -178,8 +175,7 @@ def _pair(
     if E2M1:
         numbers = _numbers(low.to(tl.uint32, bitcast=True), PAIR)
         if scale.dtype == tl.uint32:
-            # Halves of numbers times doubled scales: all are exact.
-            return _halves(_times(_times(numbers, 0x7E00_7E00, dtype), scale, dtype), dtype)
+            return _halves(_times(numbers, scale, dtype), dtype)
         both = _times(numbers, 0x7E80_7E80, tl.bfloat16)
         first, second = _half(both, 0, tl.bfloat16), _half(both, 1, tl.bfloat16)
         return tl.join((first * scale).to(dtype), (second * scale).to(dtype))
@@ -201,10 +197,10 @@ def _numbers(words, PAIR: tl.constexpr):
 
     The exponent's bias is 1, in bf16 127.
     """
-    # From bits 14, 12, 15 and 13 of a half to bit 15.
-    SIGN: tl.constexpr = (1 + 2 * PAIR) % 5
-    sizes, signs = _shifted(words, 6 - 3 * PAIR), words << SIGN
-    return (sizes & 0x01C0_01C0) | (signs & 0x8000_8000)
+    if PAIR < 3:
+        return _shifted(words, 6 - 3 * PAIR) & 0x81C0_81C0
+    sizes = ((words >> 6) & 0x0180_0180) | ((words >> 5) & 0x0040_0040)
+    return sizes | ((words << 5) & 0x8000_8000)
 
 
 @triton.jit

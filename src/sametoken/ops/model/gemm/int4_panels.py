@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
@@ -23,6 +22,9 @@ from sametoken.ops.weight import Int4Matrix, IntegerMatrix
 
 #: Features of a block: 16 words of eight 4-bit values in each row.
 BLOCK = 128
+
+#: E8M0's 2.
+_TWO = 128
 
 #: The bits of 1.0. An argument, since an instruction has only one constant among its operands.
 ONE = 0x3F80_0000
@@ -51,6 +53,8 @@ class Int4Panels:
         tops: likewise of the codes' bits 4 and up, int16 of 2 or int32 of 4 bits; None: of none.
         factors: [N] fp32, of a row's scales; None: 1.
         paired: the dtype of elements that are made in pairs; None: they are made one by one.
+        small: of e2m1: scales are E8M0's, and none is above 2. So 2^126 times a scale is a number
+            of bf16, and an element one product.
     """
 
     words: Tensor
@@ -62,6 +66,7 @@ class Int4Panels:
     tops: Tensor | None = None
     factors: Tensor | None = None
     paired: torch.dtype | None = None
+    small: bool = False
 
     @classmethod
     def of(cls, matrix: Int4Matrix | IntegerMatrix, dtype: torch.dtype) -> Int4Panels:
@@ -83,8 +88,11 @@ class Int4Panels:
         if offset is not None:
             kept = offset.float() if offset.is_floating_point() else offset.int()
             offset = _by_group(kept, num_groups)
+        small = False
         if matrix.scale.itemsize == 1:
-            scales = _bytes_by_block(matrix.scale.view(torch.uint8), BLOCK // matrix.width)
+            powers = matrix.scale.view(torch.uint8)
+            scales = _bytes_by_block(powers, BLOCK // matrix.width)
+            small = BLOCK // matrix.width == 4 and bool((powers <= _TWO).all())
         else:
             scales = _by_group(matrix.scale.float(), num_groups)
         return cls(
@@ -96,6 +104,7 @@ class Int4Panels:
             fused=matrix.scale.dtype.itemsize == 2,
             tops=None if bits == 4 else packed_words(codes >> 4, 2 if bits <= 6 else 4),
             factors=factors,
+            small=small,
         )
 
     @classmethod
@@ -117,6 +126,11 @@ class Int4Panels:
         has_factors = self.factors is not None
         codes = top_bits, self.e2m1, self.fused, self.paired
         return self.width, self.scales.dtype, *codes, has_minima, has_factors
+
+    @property
+    def e2m1_kind(self) -> int:
+        """For kernels: 0 if codes are integers, 2 if they are of e2m1 and ``small``, else 1."""
+        return self.e2m1 + self.small
 
     def is_like(self, other: Int4Panels) -> bool:
         """Whether both have one form and shape, and may be stacked."""
@@ -140,6 +154,7 @@ class Int4Panels:
             scales=torch.stack([one.scales for one in alike]),
             offsets=offsets,
             factors=torch.stack(factors) if factors else None,
+            small=all(one.small for one in alike),
         )
 
     def cut(self, rows: Tensor) -> Int4Panels:
@@ -165,50 +180,20 @@ class Int4Panels:
             self.factors,
             self.offsets,
             row_ids,
-            None,
-            None,
             out,
             n,
             self.out_features,
             k,
             self.words.shape[1],
             ONE,
-            NUM_SCALES=0,
-            **self._expansion(out),
+            WIDTH=self.width,
+            E2M1=self.e2m1_kind,
+            FUSED=self.fused,
+            BLOCK_FEATURES=64,
+            num_warps=4,
+            **pdl_options(out),
         )
         return out
-
-    def expand_experts(self, experts: Tensor, counts: Tensor, out: Tensor) -> None:
-        """Write the matrices of some experts, those that have rows.
-
-        Args:
-            experts, counts: [P] int32, ids and rows.
-            out: [P or more, N, K], written.
-        """
-        (_, n, k), tiles = out.shape, triton.cdiv(out.shape[1], 64)
-        assert (n, k) == (self.out_features, self.in_features)
-        _expand_kernel[(tiles, triton.cdiv(k, BLOCK), len(experts))](
-            self.words,
-            self.tops,
-            self.scales,
-            self.factors,
-            self.offsets,
-            None,
-            experts,
-            counts,
-            out,
-            n,
-            n,
-            k,
-            self.words.shape[-1],
-            ONE,
-            NUM_SCALES=self.scales.shape[-2],
-            **self._expansion(out),
-        )
-
-    def _expansion(self, out: Tensor) -> dict[str, Any]:
-        form = {"WIDTH": self.width, "E2M1": self.e2m1, "FUSED": self.fused}
-        return {**form, "BLOCK_FEATURES": 64, "num_warps": 4, **pdl_options(out)}
 
     @property
     def out_features(self) -> int:
@@ -276,15 +261,12 @@ def _expand_kernel(
     factors,
     offsets,
     row_ids,  # [num_out], or None
-    experts,  # [P] int32, whose matrices are stacked in all of the above, or None: one matrix
-    counts,  # [P] int32: those of experts without rows are left out
-    out,  # [num_out, in_features], of each of the experts, written
+    out,  # [num_out, in_features], written
     num_out,
     out_features,
     in_features,
     num_words,
     one,
-    NUM_SCALES: tl.constexpr,  # of a row, with ``experts``
     WIDTH: tl.constexpr,
     E2M1: tl.constexpr,
     FUSED: tl.constexpr,
@@ -293,18 +275,6 @@ def _expand_kernel(
 ):
     gdc_launch_and_wait(PDL)
     first, block = tl.program_id(0) * BLOCK_FEATURES, tl.program_id(1)
-    if experts is not None:
-        place = tl.program_id(2)
-        if tl.load(counts + place) == 0:
-            return
-        expert = tl.load(experts + place).to(tl.int64)
-        words += expert * out_features * num_words
-        scales += expert * out_features * NUM_SCALES
-        if factors is not None:
-            factors += expert * out_features
-        if offsets is not None:
-            offsets += expert * out_features * NUM_SCALES
-        out += place.to(tl.int64) * num_out * in_features
     w_row, present = rows_of_tile(first, num_out, False, BLOCK_FEATURES)
     if row_ids is not None:
         w_row = tl.load(row_ids + w_row, present, other=0)

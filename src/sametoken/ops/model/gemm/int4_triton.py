@@ -209,7 +209,7 @@ def product(
         ONE,
         GATED=gated,
         WIDTH=panels.width,
-        E2M1=panels.e2m1,
+        E2M1=panels.e2m1_kind,
         FUSED=panels.fused,
         UNROLL=unroll,
         EVEN=in_features % BLOCK == 0,

@@ -266,13 +266,20 @@ def test_numbers_of_e2m1_are_exact_at_every_scale(power):
             assert torch.equal(weight.matmul(torch.eye(32)), meant)
 
 
-def test_bytes_of_e8m0_are_a_quarter_of_a_bit_a_weight_and_give_the_elements():
-    """Every byte that has a power with every code, in rows of nine groups, a block's and more."""
+@pytest.mark.parametrize(("least", "most"), [(0, 128), (8, 252)])
+def test_bytes_of_e8m0_are_a_quarter_of_a_bit_a_weight_and_give_the_elements(least, most):
+    """Every byte between with every code, in rows of nine groups, a block's and more.
+
+    Up to 128, for 2, bf16 holds what makes an element at once. Else the interpreter rounds
+    subnormal elements to 0.
+    """
     values = ((torch.arange(64)[:, None] + torch.arange(288)) % 16).to(torch.uint8)
-    scale = (torch.arange(64 * 9) % 253).to(torch.uint8).view(64, 9).view(torch.float8_e8m0fnu)
+    powers = (torch.arange(64 * 9) % (most + 1 - least) + least).to(torch.uint8)
+    scale = powers.view(64, 9).view(torch.float8_e8m0fnu)
     matrix = Int4Matrix(packed_int4(values, 32), scale, None)
     panels = Int4Panels.of(matrix, torch.float32)
     assert panels.width == 32
+    assert panels.small is (most == 128)
     assert panels.nbytes * 8 == 64 * 384 * 4.25
     some = torch.tensor([3, 60, 7])
     for dtype in (torch.float32, torch.bfloat16):
@@ -374,7 +381,9 @@ product(x[:1], panels(6144, 4096, 128))
 product(x, panels(6144, 4096, 32, zeros=True), "silu_mul")
 one, few = panels(6144, 2880, 32, e2m1=True), x[:, :2880].contiguous()
 product(few, one)
-product(few, replace(one, scales=torch.empty(23, 6144, dtype=torch.int32)))
+mxfp4 = replace(one, scales=torch.empty(23, 6144, dtype=torch.int32))
+product(few, mxfp4)
+product(few, replace(mxfp4, small=True))
 nvfp4 = replace(one, scales=torch.empty(46, 6144, dtype=torch.int32), factors=torch.empty(6144))
 product(few, nvfp4, "silu_mul")
 nvfp4.expanded(torch.bfloat16)
@@ -389,13 +398,13 @@ panels(6144, 4096, 32, tops=torch.int32).expanded(torch.bfloat16, torch.zeros(1)
 """
     compile_launches(code, tmp_path)
     kernels = [file.read_text() for file in tmp_path.rglob("_int4_kernel.ptx")]
-    assert len(kernels) == 9
+    assert len(kernels) == 10
     assert all("wgmma" in kernel for kernel in kernels)
     # Elements pass from words to the tensor cores within a thread.
     loops = [kernel[: kernel.rindex("wgmma")] for kernel in kernels]
     assert not any("st.shared" in loop or "shfl" in loop for loop in loops)
-    # Five make pairs, of which three are of e2m1: two of these round each after its scale.
+    # Six make pairs, of which four are of e2m1: three of these round each after its scale.
     in_pairs = [loop for loop in loops if "fma.rn.bf16x2" in loop or "fma.rn.f16x2" in loop]
-    assert sorted("cvt.rn." in loop for loop in in_pairs) == [False] * 3 + [True] * 2
+    assert sorted("cvt.rn." in loop for loop in in_pairs) == [False] * 3 + [True] * 3
     # Numbers of e2m1 pass through subnormal ones.
     assert not any("mul.ftz" in kernel for kernel in kernels)

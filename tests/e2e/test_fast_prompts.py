@@ -184,6 +184,19 @@ def test_a_conversation_reads_no_block_of_another_form(family, spec, block_size,
     core.scheduler.check_integrity()
 
 
+def test_latents_in_float8_change_no_bit_either(tmp_path):
+    """Those of its own chunk are read as they are stored, too."""
+    options = LATENTS.options | {"kv_cache_dtype": "fp8"}
+    own = replace(LATENTS, options=options, checkpoints={"own": LATENTS.write(tmp_path)})
+    alone = scored(own.build(max_num_seqs=1, prefill_chunk_size=0), own.requests())
+    assert scored(own.build(mtp(2), "static", prefill_chunk_size=5), own.requests()) == alone
+    core = own.build(ngram(4), enable_prefix_caching=False, **own.few_blocks)
+    assert scored(core, own.requests()) == alone
+    assert core.scheduler.num_preemptions
+    wide = scored(own.build(kv_cache_dtype="auto"), own.requests())
+    assert all(wide[name] != alone[name] for name in alone)
+
+
 def test_chunks_of_mamba_2_change_no_bit_either(tmp_path):
     target = write_nemotron(tmp_path, seed=3, max_position_embeddings=320)
     own = replace(HYBRIDS, checkpoints={"own": target})

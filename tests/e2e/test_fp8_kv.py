@@ -52,6 +52,9 @@ def drafting(folder, method: str) -> tuple:
     """A target, and how drafts are made for it."""
     if method == "mtp":
         return write_hybrid(folder / "target", seed=4), {"method": "mtp"}
+    if method.startswith("latent"):
+        name = {"latent-ngram": "deepseek_v3", "latent-mtp": "glm4_moe_lite"}[method]
+        return write_nextn(folder / "target", name), {"method": method.removeprefix("latent-")}
     if method == "ngram":
         return write_family(folder / "target", "gpt_oss"), {"method": "ngram"}
     target = write_llama(folder / "target", max_position_embeddings=128)
@@ -61,7 +64,9 @@ def drafting(folder, method: str) -> tuple:
     return target, {"method": "eagle3", "model": str(head)}
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3", "mtp"])
+@pytest.mark.parametrize(
+    "method", ["ngram", "draft_model", "eagle3", "mtp", "latent-ngram", "latent-mtp"]
+)
 def test_no_draft_and_no_company_changes_a_bit(tmp_path, method):
     """Among sinks and windows (ngram), recurrent layers (mtp), preemptions and shared blocks."""
     path, spec = drafting(tmp_path, method)
@@ -84,8 +89,9 @@ def test_no_draft_and_no_company_changes_a_bit(tmp_path, method):
     assert core.scheduler.prefix_cache_hits > 0 or method == "mtp"
 
 
-def test_a_block_takes_a_byte_a_number_and_the_user_is_told(tmp_path):
-    path, told = write_llama(tmp_path, max_position_embeddings=128), []
+@pytest.mark.parametrize("write", [write_llama, write_nextn])
+def test_a_block_takes_a_byte_a_number_and_the_user_is_told(tmp_path, write):
+    path, told = write(tmp_path, max_position_embeddings=128), []
     config = EngineConfig.from_options(model=str(path), max_model_len=64, num_kv_blocks=8, **FP8)
     resolved = build_engine(config, told.append).resolved
     assert (
@@ -97,9 +103,9 @@ def test_a_block_takes_a_byte_a_number_and_the_user_is_told(tmp_path):
     assert "kv_cache_dtype is fp8: requested; scales are 1" in told
 
 
-def scaled(folder, strategy: str, changes=()):
+def scaled(folder, strategy: str, changes=(), write=write_llama):
     """A target whose scheme wants float8, as llm-compressor writes it for KV alone."""
-    path = write_llama(folder, max_position_embeddings=128)
+    path = write(folder, max_position_embeddings=128)
     config = json.loads((path / "config.json").read_text())
     scheme = {"num_bits": 8, "type": "float", "strategy": strategy, "dynamic": False}
     scheme |= {"symmetric": True, "observer": "minmax"}
@@ -153,19 +159,38 @@ def test_other_schemes_are_refused_by_the_key(tmp_path, changes, said):
         engine(path)
 
 
-def test_latent_attention_and_other_dtypes_are_refused(tmp_path):
-    write_nextn(tmp_path, "deepseek_v3")
-    with pytest.raises(UnsupportedError, match="latent attention keeps no vectors in float8"):
-        engine(tmp_path)
+def test_latents_have_the_scale_of_the_keys(tmp_path):
+    path, tensors = scaled(tmp_path, "tensor", write=write_nextn)
+    core = engine(path, {"method": "mtp", "num_speculative_tokens": 2}, kv_cache_dtype="auto")
+    step = core._runner.step
+    (module,) = step.drafter.kv_caches[0].layers
+    for index, layer in enumerate(step.kv.layers):
+        wanted = tensors[f"model.layers.{index}.self_attn.k_scale"].float()
+        assert torch.equal(layer.scale, wanted)
+    assert module.scale is None
+    drafted = run(core, requests())
+    assert drafted.offered > 0
+    assert drafted.tokens == alone(path)[0]
+    assert drafted.tokens != alone(write_nextn(tmp_path / "bare"))[0]
+
+
+def test_scales_by_head_of_latents_and_other_dtypes_are_refused(tmp_path):
+    path, _ = scaled(tmp_path, "attn_head", write=write_nextn)
+    with pytest.raises(UnsupportedError, match="'attn_head', and latents have no heads"):
+        engine(path)
     with pytest.raises(ConfigError, match="kv_cache_dtype='fp8_e5m2'"):
         EngineConfig(kv_cache_dtype="fp8_e5m2")
 
 
-def test_new_weights_bring_their_scales(tmp_path):
-    path, tensors = scaled(tmp_path, "attn_head")
+@pytest.mark.parametrize(
+    ("write", "strategy", "kind"), [(write_llama, "attn_head", "v"), (write_nextn, "tensor", "k")]
+)
+def test_new_weights_bring_their_scales(tmp_path, write, strategy, kind):
+    path, tensors = scaled(tmp_path, strategy, write=write)
     core = engine(path, kv_cache_dtype="auto")
-    name = "model.layers.1.self_attn.v_scale"
+    name = f"model.layers.1.self_attn.{kind}_scale"
     tensors |= {name: tensors[name] * 4}
     core.upkeep.use_weights(core.weights.load(source_of(tensors.items()), "model"))
-    found = core._runner.step.kv.layers[1].scales.v
+    layer = core._runner.step.kv.layers[1]
+    found = layer.scales.v if kind == "v" else layer.scale
     assert torch.equal(found, tensors[name].float().flatten())

@@ -1,4 +1,4 @@
-"""Keys and values in float8 on a chip: the reference's bytes, and what reads them."""
+"""Keys, values and latents in float8 on a chip: the reference's bytes, and what reads them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from sametoken.ops.model import norm_rope
 from sametoken.ops.model.attention import reference
 from sametoken.ops.model.attention.kv import FLOAT8, KVScales
 from sametoken.ops.model.attention.triton import attention, choose
+from sametoken.ops.model.latent_attention import reference as latent_reference
+from sametoken.ops.model.latent_attention import triton as latent_triton
+from sametoken.ops.model.latent_attention.shape import LatentRotary, LayerLatent
+from sametoken.ops.model.latent_attention.tuning import LatentConfig
 from sametoken.ops.triton import TritonKernels
 
 SHAPE = AttentionShape(32, 8, 128)
 BLOCK_SIZE, NUM_BLOCKS, LENGTH = 64, 12, 700
 CUDA = torch.device("cuda")
+RANK, ROPE, HEADS, FACTOR = 512, 64, 16, 0.07
 
 
 def memory() -> LayerKV:
@@ -79,3 +84,77 @@ def test_a_row_has_the_same_bits_in_every_step_and_form(window):
     assert not whole.isnan().any()
     assert torch.equal(in_steps(300, 100, 200, 100), whole)
     assert torch.equal(in_steps(600, *[5, 1] * 16, 4), whole)
+
+
+def latent_memory() -> LayerLatent:
+    """Latents of the largest number, keys of NaN."""
+    vectors = torch.full((NUM_BLOCKS, BLOCK_SIZE, RANK + ROPE), 0x7E, dtype=torch.uint8)
+    vectors[..., RANK:] = 0x7F
+    return LayerLatent(vectors.to(CUDA).view(FLOAT8), RANK, torch.tensor([0.3], device=CUDA))
+
+
+def latent_rotary(weight: torch.Tensor, *, turns: bool = True) -> LatentRotary:
+    angles = torch.rand(LENGTH, ROPE // 2, device=CUDA) if turns else torch.zeros(LENGTH, ROPE // 2)
+    return LatentRotary(weight, 1e-6, angles.cos().to(CUDA), angles.sin().to(CUDA), True)
+
+
+def test_bytes_of_latents_are_the_reference_s():
+    """Latents are normed to numbers in the midst of those that round alike, and no key turns."""
+    random = torch.Generator("cuda").manual_seed(0)
+    size = (LENGTH, RANK + ROPE)
+    latent = torch.randn(size, device=CUDA, generator=random) * 60
+    latent[:, :RANK] = torch.randint(2, (LENGTH, RANK), device=CUDA, generator=random) * 2 - 1
+    latent[0, -10:] = torch.tensor(
+        [0.0, 2**-9, 2**-10, 3 * 2**-10, 448.0, 464.0, 465.0, 1e30, -17.0, 19.0], device=CUDA
+    )
+    codes = torch.arange(RANK, device=CUDA) % 127
+    weight = codes.to(torch.uint8).view(FLOAT8).float() * 0.3 * 1.01
+    weight[5] = 1e30
+    rotary, rows, found = latent_rotary(weight, turns=False), rows_at(0, LENGTH), []
+    for kernels in (TritonKernels().latent_rope_and_cache, latent_reference.rope_and_cache):
+        memory, out = latent_memory(), torch.empty(LENGTH, HEADS, ROPE, device=CUDA)
+        kernels(torch.zeros_like(out), latent, rotary, rows, memory, out)
+        found.append(memory.vectors.view(torch.uint8))
+    assert torch.equal(*found)
+    assert len(found[0].unique()) > 200
+
+
+def latent_steps(*sizes: int, fault: int | None = None) -> torch.Tensor:
+    """Rows 0, 1, ... in steps of these sizes; every form of the last one has the same bits."""
+    torch.manual_seed(1)
+    latent = torch.randn(LENGTH, RANK + ROPE, device=CUDA).bfloat16()
+    queries = torch.randn(LENGTH, HEADS, RANK + ROPE, device=CUDA).bfloat16()
+    rotary = latent_rotary((torch.rand(RANK, device=CUDA) + 0.5).bfloat16())
+    if fault is not None:
+        latent[fault, 7] = torch.nan
+    kernels, memory, out, first = TritonKernels(), latent_memory(), [], 0
+    for size in sizes:
+        rows, q = rows_at(first, size), queries[first : first + size].clone()
+        turned, part = q[..., RANK:], latent[first : first + size]
+        kernels.latent_rope_and_cache(turned.clone(), part, rotary, rows, memory, turned)
+        out.append(kernels.latent_attention(q, FACTOR, rows, memory))
+        first += size
+    for form in ("sequential", "split_kv"):
+        for one in (
+            LatentConfig(form, 64, 64, num_warps=8, num_stages=2),
+            LatentConfig(form, 16, 64, num_warps=4, num_stages=2, kv_left=True),
+        ):
+            found = latent_triton.attention(q, FACTOR, rows, memory, config=one)
+            torch.testing.assert_close(found, out[-1], rtol=0, atol=0, equal_nan=True)
+    if fault is None:
+        wanted = latent_reference.attention(q, FACTOR, rows, memory)
+        assert (out[-1] - wanted).float().norm() / wanted.float().norm() < 0.01
+    return torch.cat(out)
+
+
+def test_a_row_of_latents_has_the_same_bits_in_every_step_and_form():
+    whole = latent_steps(LENGTH)
+    assert not whole.isnan().any()
+    assert torch.equal(latent_steps(300, 100, 200, 100), whole)
+    assert torch.equal(latent_steps(600, *[5, 1] * 16, 4), whole)
+
+
+def test_a_fault_in_a_latent_reaches_the_rows_that_see_it_alone():
+    whole, found = latent_steps(LENGTH), latent_steps(300, 400, fault=350)
+    assert torch.equal(found[:350], whole[:350])
+    assert found[350:].isnan().all()

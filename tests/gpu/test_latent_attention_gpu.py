@@ -272,6 +272,18 @@ def test_the_same_tokens(target, method, eager):
     assert (ran.offered > 0) == (method != "plain")
 
 
+@pytest.mark.parametrize("fast_from", [0, 8])
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_vectors_in_float8_have_the_same_tokens(target, method, fast_from):
+    """Alone and whole, or in graphs with drafts and by chunks that end inside blocks."""
+    options = {"kv_cache_dtype": "fp8", "fast_prompts_from": fast_from}
+    truth = generate(target, None, 16, max_num_seqs=1, enforce_eager=True, **options).tokens
+    spec = {"method": method, "num_speculative_tokens": 3}
+    ran = generate(target, spec, 16, max_num_seqs=7, prefill_chunk_size=19, **options)
+    assert ran.tokens == truth
+    assert ran.offered > 0
+
+
 @pytest.mark.parametrize("method", ["plain", "ngram", "mtp"])
 def test_expanded_prompts_have_the_same_tokens_in_any_chunks(target, method):
     """Alone and whole, or in a crowd by chunks of other sizes, which end inside blocks."""

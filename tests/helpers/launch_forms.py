@@ -30,6 +30,7 @@ from sametoken.models.load.quantization import read_quantization
 from sametoken.models.loader import read_config
 from sametoken.models.registry import model_class
 from sametoken.ops import hopper, pdl
+from sametoken.ops.cache_types import stored_in
 from sametoken.ops.dispatch import Backend
 from sametoken.ops.lookup import ngram, suffix
 from sametoken.ops.model.gemm.tuning import GemmTable
@@ -142,8 +143,12 @@ def step_on_meta(
     max_num_seqs: int,
     max_len: int,
     parallel: TensorParallel = SINGLE_RANK,
+    stored: torch.dtype = torch.bfloat16,
 ) -> Step:
-    """The step of a GPU engine for a model's config.json, without memory. In ``recorded``."""
+    """The step of a GPU engine for a model's config.json, without memory. In ``recorded``.
+
+    ``stored`` is the dtype of keys and values.
+    """
     backend = Backend(TritonKernels(GemmTable(hopper=True)), step_ops, ngram.lookup, suffix.search)
     config, dtype = read_config(path, load_format=DUMMY), torch.bfloat16
     aux_layers = needs_of_drafter(spec, config, dtype, path, DUMMY).aux_layers
@@ -158,6 +163,7 @@ def step_on_meta(
 
     def allocated(caches) -> ModelCache | None:
         sizes = {"num_blocks": 9, "block_size": 64, "max_num_seqs": max_num_seqs, "num_drafts": k}
+        caches = stored_in(caches, stored)
         return ModelCache.allocate(caches, **sizes, device=META) if caches else None
 
     table = SamplingTable.allocate(max_num_seqs, META)

@@ -267,7 +267,7 @@ def resolve_steps(
     models, stored = (target, head), kv_dtype(config, dtype)
     caches, longest = stored_in(target.caches, stored), resolve_max_model_len(config, target.config)
     num_expanded = most_expanded(models, device)
-    mixing = most_mixing(models, config, stored, device, longest, width=dtype.itemsize)
+    mixing = most_mixing(models, config, dtype, device, longest, stored=stored)
     sizes = (
         num_aux_layers,
         num_expanded,

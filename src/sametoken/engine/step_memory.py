@@ -187,17 +187,17 @@ def most_mixing(
     device: torch.device,
     max_len: int,
     *,
-    width: int,
+    stored: torch.dtype,
 ) -> int:
     """The most bytes that a token mixer needs on a GPU whatever the rows of a step.
 
     Args:
         node: models and heads, nested in any way.
         config: the user's options, sizes resolved.
-        dtype: of keys and values in memory.
+        dtype: of the activations.
         device: where they run.
         max_len: tokens of the longest request.
-        width: bytes of an activation.
+        stored: dtype of keys and values in memory.
     """
     if device.type == "cpu":
         return 0
@@ -207,14 +207,14 @@ def most_mixing(
         if isinstance(mixer, ExpandedShape):
             if not config.fast_prompts_from:
                 return 0
-            return _expanded_bytes(mixer, dtype, config.block_size, device, launches)
+            return _expanded_bytes(mixer, dtype, stored, config.block_size, device, launches)
         if isinstance(mixer, AttentionShape | LatentShape):
-            return attention_scratch(mixer, dtype, config.block_size, device, launches)
+            return attention_scratch(mixer, dtype, stored, config.block_size, device, launches)
         # Prepared rows have room for the pending ones of every run.
         most_runs = max(runs.num_runs for runs in launches.runs)
         pending = most_runs * config.num_speculative_tokens * _prepared_width(mixer) * _FP32
         # A prompt's last chunk has room for a whole one, however few its rows.
-        chunk = _chunk_bytes(mixer, width) if config.fast_prompts_from else 0
+        chunk = _chunk_bytes(mixer, dtype.itemsize) if config.fast_prompts_from else 0
         return pending + config.max_num_seqs * chunk
 
     return max((bytes_of(mixer) for mixer in set(mixers_of(node))), default=0)
@@ -223,16 +223,21 @@ def most_mixing(
 def _expanded_bytes(
     shape: ExpandedShape,
     dtype: torch.dtype,
+    stored: torch.dtype,
     block_size: int,
     device: torch.device,
     launches: Launches,
 ) -> int:
-    """Of a chunk in the expanded form: vectors, their keys and values, attention to them."""
+    """Of a chunk in the expanded form: vectors, then their keys and values, attention to them.
+
+    Before they are, vectors of another dtype are there as they are stored.
+    """
     max_rows, positions = launches.max_rows, launches.max_seq_len
     one_chunk = Launches((Runs(1, 1, max_rows),), max_rows, positions)
-    scratch = attention_scratch(shape.attention, dtype, block_size, device, one_chunk)
-    vectors = positions * shape.latent.width * dtype.itemsize
-    return vectors + shape.most_bytes(positions, dtype) + scratch
+    scratch = attention_scratch(shape.attention, dtype, dtype, block_size, device, one_chunk)
+    elements = positions * shape.latent.width
+    attended = shape.most_bytes(positions, dtype) + scratch
+    return elements * dtype.itemsize + max(elements * stored.itemsize, attended)
 
 
 def _launches(config: EngineConfig, max_len: int) -> Launches:

@@ -40,7 +40,7 @@ class ExpandedHeads:
             memory: the layer's vectors, the chunk's own included.
             out: [N, H, v_dim], written.
         """
-        shape, vectors = self.shape, memory.vectors[chunk.blocks]
+        shape, vectors = self.shape, memory.read(chunk.blocks, q.dtype)
         # What an earlier owner left there may be of any size.
         vectors.flatten(0, 1)[chunk.stop :] = 0
         padding = shape.head_dim - shape.key_dim

@@ -26,7 +26,7 @@ from sametoken.models.blocks import (
     rotary_of,
 )
 from sametoken.models.layer_types import FULL, REFUSED, SLIDING, require_supported, sliding_windows
-from sametoken.models.load.kv_scheme import read_kv_scales
+from sametoken.models.load.kv_scheme import with_scales
 from sametoken.models.load.quantization import kv_strategy
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
@@ -372,16 +372,14 @@ class Decoder:
 
     def _own_cache(self, weights: WeightReader, index: int, declared: LayerCache) -> LayerCache:
         """A layer's declaration on this rank, with its scales."""
-        size = weights.parallel.size
-        own = declared.divided(size)
+        own = declared.divided(weights.parallel.size)
         if isinstance(own, Recurrent):
             weights.kernels.require_rule(own.rule)
         strategy = kv_strategy(self.config.extra, weights.source.location)
-        if strategy is None or not isinstance(declared, PagedKV) or not declared.num_kv_heads:
+        if strategy is None:
             return own
         prefix = f"{self._prefix}.layers.{index}.{self.attention_name}"
-        scales = read_kv_scales(weights, prefix, strategy, declared)
-        return replace(declared.divided(size), scales=scales)
+        return with_scales(own, declared, weights, prefix, strategy)
 
     def _load_norm(self, weights: WeightReader, name: str) -> RMSNorm:
         return load_norm(self.config, weights, name)

@@ -28,7 +28,15 @@ from sametoken.models.blocks import load_mlp
 from sametoken.models.decoder import Decoder
 from sametoken.models.experts import CORRECTION, divided_sizes, grouped_routing, load_grouped
 from sametoken.models.layer_types import REFUSED
-from sametoken.models.load.settings import ANOTHER, COMPARE, MAX_HEAD_DIM, MAX_NUMBER, Settings
+from sametoken.models.load.quantization import kv_strategy
+from sametoken.models.load.settings import (
+    ANOTHER,
+    COMPARE,
+    KV_SCHEME,
+    MAX_HEAD_DIM,
+    MAX_NUMBER,
+    Settings,
+)
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.models.nextn_target import NextNTarget
 from sametoken.ops.backend import RotaryTable, Routing
@@ -249,7 +257,16 @@ class DeepseekDecoder(NextNTarget):
     def caches_of(
         cls, config: ModelConfig, dtype: torch.dtype, location: str
     ) -> tuple[LayerCache, ...]:
-        """As ``Decoder.caches_of``."""
+        """As ``Decoder.caches_of``.
+
+        Raises:
+            UnsupportedError: float8 KV has scales by head, which latents have not.
+        """
+        if kv_strategy(config.extra, location) == "attn_head":
+            raise UnsupportedError(
+                f"{location}: {KV_SCHEME} has strategy 'attn_head', and latents have no heads",
+                "use a checkpoint with strategy 'tensor'",
+            )
         return (latent_sizes(config, location).cache(dtype),) * config.num_layers
 
     @classmethod

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sametoken.errors import UnsupportedError
 from sametoken.ops.launch_sizes import cdiv
 from sametoken.ops.model.attention.kv import FLOAT8, KVScales, LayerKV
 from sametoken.ops.model.latent_attention.shape import LayerLatent
@@ -78,11 +77,16 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True)
 class LatentKV:
-    """One latent vector per position, whose first ``rank`` elements are the values (MLA)."""
+    """One latent vector per position, whose first ``rank`` elements are the values (MLA).
+
+    Attributes:
+        scale: [1] fp32, for float8; None: 1. No other dtype needs it.
+    """
 
     rank: int
     rope_dim: int
     dtype: torch.dtype
+    scale: Tensor | None = field(default=None, compare=False)
 
     @property
     def width(self) -> int:
@@ -103,7 +107,7 @@ class LatentKV:
 
     def part(self, vectors: Tensor) -> LayerLatent:
         """The layer's view of its memory."""
-        return LayerLatent(vectors, self.rank)
+        return LayerLatent(vectors, self.rank, self.scale if self.dtype == FLOAT8 else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,19 +176,10 @@ LayerCache = PagedKV | LatentKV | Recurrent | Stateless
 
 
 def stored_in(caches: Iterable[LayerCache], dtype: torch.dtype) -> tuple[LayerCache, ...]:
-    """The declarations with keys and values in ``dtype``.
-
-    Raises:
-        UnsupportedError: a layer has latent attention, which has no such form.
-    """
-    caches = tuple(caches)
-    if any(isinstance(cache, LatentKV) and cache.dtype != dtype for cache in caches):
-        raise UnsupportedError(
-            f"latent attention keeps no vectors in {str(dtype).removeprefix('torch.')}",
-            "use kv_cache_dtype 'auto', and a checkpoint without a kv_cache_scheme",
-        )
+    """The declarations with keys, values and latent vectors in ``dtype``."""
     return tuple(
-        replace(cache, dtype=dtype) if isinstance(cache, PagedKV) else cache for cache in caches
+        replace(cache, dtype=dtype) if isinstance(cache, PagedKV | LatentKV) else cache
+        for cache in caches
     )
 
 

@@ -75,6 +75,7 @@ def attention_kernels(
 def attention_scratch(
     shape: AttentionShape | LatentShape,
     dtype: torch.dtype,
+    stored: torch.dtype,
     block_size: int,
     device: torch.device,
     launches: Launches,
@@ -83,7 +84,8 @@ def attention_scratch(
 
     Args:
         shape: of the layer.
-        dtype: of its memory.
+        dtype: of its queries.
+        stored: dtype of its memory.
         block_size: positions of a block.
         device: the GPU.
         launches: what launches have at most.
@@ -94,10 +96,10 @@ def attention_scratch(
     from sametoken.ops.model.latent_attention import tuning as latent
 
     if isinstance(shape, AttentionShape):
-        if hopper.serves(shape, dtype, block_size, device):
+        if hopper.serves(shape, stored, block_size, device):
             return hopper.most_scratch(shape, launches)
         return triton.most_scratch(shape, dtype, launches)
-    if latent_hopper.serves(shape.rank, shape.width, dtype, block_size, device):
+    if latent_hopper.serves(shape.rank, shape.width, stored, block_size, device):
         return latent_hopper.most_scratch(shape.num_heads, launches)
     return latent.most_scratch(shape, dtype, launches)
 

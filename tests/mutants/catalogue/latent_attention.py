@@ -1,4 +1,4 @@
-"""The two forms of latent attention, absorbed and expanded."""
+"""The two forms of latent attention, absorbed and expanded, and vectors in float8."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ import torch
 
 from mutants.catalogue.planting import instead_of, mutant
 from sametoken.layers.latent_attention import LatentAttention
+from sametoken.ops.model.latent_attention.shape import LayerLatent
+from sametoken.ops.reference import ReferenceKernels
 
 LATENT_BITS = (
     "tests/e2e/test_parity_families.py"
     "::test_a_row_has_the_same_bits_in_every_chunk[deepseek_v3-dtype0]"
+)
+FLOAT8_ROWS = (
+    "tests/unit/ops/model/latent_attention/test_fp8.py"
+    "::test_a_row_reads_what_is_stored_in_any_step[reference-fp32]"
 )
 
 
@@ -43,3 +49,20 @@ def prompts_expand_their_keys(patch: pytest.MonkeyPatch) -> None:
         weights = (torch.einsum("hn,jhn->hj", q, keys) * shape.scale).softmax(-1)
         values = torch.einsum("jr,hvr->jhv", latents, layer.expand.matrices)
         return torch.einsum("hj,jhv->hv", weights, values)
+
+
+@mutant("latents-of-the-same-step-read-unrounded", "docs/decisions/0035", FLOAT8_ROWS, "position")
+def own_step_is_read_before_rounding(patch: pytest.MonkeyPatch) -> None:
+    """As where a prompt takes its latents from registers, and memory keeps them rounded."""
+    unrounded: list[LayerLatent] = []
+
+    @instead_of(patch, ReferenceKernels, "latent_rope_and_cache")
+    def writes(write, q, latent, rotary, rows, memory, out):
+        write(q, latent, rotary, rows, memory, out)
+        wide = LayerLatent(memory.read(torch.arange(len(memory.vectors)), q.dtype), memory.rank)
+        write(q, latent, rotary, rows, wide, out)
+        unrounded[:] = [wide]
+
+    @instead_of(patch, ReferenceKernels, "latent_attention")
+    def reads(read, q, scale, rows, memory):
+        return read(q, scale, rows, *unrounded)

@@ -23,6 +23,7 @@ from sametoken.models.drafter_config import complete_drafter
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, SampledRows
 from sametoken.ops.launch_sizes import ROW_MULTIPLE
 from sametoken.ops.model.attention import hopper
+from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.ops.model.recurrent.rule import FAST_ROWS
 from sametoken.types.fast_prompts import ExpandedChunk, FastForm
 from sametoken.types.layout import StepShape, padded
@@ -192,16 +193,29 @@ EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
 )
 def test_start_up_compiles_every_kernel_of_a_step(tmp_path, name, method, engine, changes):
     write_shapes(tmp_path, name, changes)
+    start_and_run(tmp_path, name, method, engine)
+
+
+def test_start_up_compiles_every_kernel_of_latents_in_float8(tmp_path):
+    write_shapes(tmp_path, "glm-4.7-flash", {})
+    compiled = start_and_run(tmp_path, "glm-4.7-flash", "mtp", (64, 3, 8192, 33024), FLOAT8)
+    assert {"_sequential_kernel", "_split_kv_kernel"} <= {kernel for kernel, _ in compiled}
+
+
+def start_and_run(tmp_path, name, method, engine, stored=torch.bfloat16) -> set:
+    """What start-up compiles, which has to be all that steps launch."""
     spec = None
     if method:
         head = tmp_path / f"eagle3-{name}" if method == "eagle3" else None
         model = None if head is None else str(head)
         spec = SpeculativeConfig(method=method, model=model, num_speculative_tokens=engine[1])
     with recorded() as forms:
-        step = step_on_meta(tmp_path / name, complete_drafter(spec)[0], engine[0], engine[3])
+        sizes = engine[0], engine[3]
+        step = step_on_meta(tmp_path / name, complete_drafter(spec)[0], *sizes, stored=stored)
         options = {"all_states": step.all_states}
         run_on_meta(step, compiled_shapes(engine, **options))
         compiled = set(forms)
         run_on_meta(step, steps_of(engine, 24, **options))
     assert len({kernel for kernel, _ in compiled}) > 12
     assert not {form for form in forms - compiled if form[0] not in PRODUCTS}
+    return compiled

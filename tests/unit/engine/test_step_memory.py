@@ -37,6 +37,7 @@ from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.loader import load_model
 from sametoken.models.quantize import W4A16
 from sametoken.ops.cache_types import PagedKV, Recurrent
+from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 from sametoken.ops.model.gemm.int4 import Int4Weight, packed_int4
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
@@ -109,11 +110,12 @@ def peak_and_planned(
     least_rows: int = 1,
     fast: Sequence[StepShape] = (),
     parallel: TensorParallel = SINGLE_RANK,
+    stored: torch.dtype = torch.bfloat16,
 ) -> tuple[int, int]:
     """Bytes that steps of up to 256 rows take on a GPU, of 64 requests, and those planned."""
     sizes = (64, 0, 256)
     with recorded():
-        step = step_on_meta(path, None, sizes[0], max_len + 1, parallel)
+        step = step_on_meta(path, None, sizes[0], max_len + 1, parallel, stored)
         step = replace(step, fast_form=FastForm(len(fast)))
         shapes = [*captured_shapes(*sizes), *eager_shapes(*sizes)]
         chunks = [(rows, longest) for rows in (64, 256) for longest in longest_chunks]
@@ -126,7 +128,7 @@ def peak_and_planned(
             fast_prompts_from=len(fast), tensor_parallel_size=parallel.size,
         )  # fmt: skip
         model, dtype = step.model, torch.bfloat16
-        mixing = most_mixing(model, config, dtype, META, max_len, width=dtype.itemsize)
+        mixing = most_mixing(model, config, dtype, META, max_len, stored=stored)
         planned = StepMemory.of(config, model.config, model.caches, dtype, 0, 0, mixing)
     return memory.peak, planned.bytes_of(256)
 
@@ -142,22 +144,24 @@ def peak_and_planned(
     ],
     ids=str,
 )
-def test_a_small_step_on_a_gpu_takes_no_more_than_planned(tmp_path, name, changes):
+@pytest.mark.parametrize("stored", [torch.bfloat16, FLOAT8])
+def test_a_small_step_on_a_gpu_takes_no_more_than_planned(tmp_path, name, changes, stored):
     """Partial results of long requests are what it has most of, in chunks of a few rows."""
     write_shapes(tmp_path, name, changes)
-    peak, planned = peak_and_planned(tmp_path / name, 33023)
+    peak, planned = peak_and_planned(tmp_path / name, 33023, stored=stored)
     assert peak <= planned <= 1.1 * peak
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, FLOAT8])
 @pytest.mark.parametrize("heads", [20, 2])
-def test_an_expanded_prompt_on_a_gpu_takes_no_more_than_planned(tmp_path, heads):
+def test_an_expanded_prompt_on_a_gpu_takes_no_more_than_planned(tmp_path, heads, stored):
     """Keys and values of as many heads as fit in a bound, or of all."""
     write_shapes(
         tmp_path, "glm-4.7-flash", {"num_attention_heads": heads, "num_key_value_heads": heads}
     )
     chunks = [ExpandedChunk(0, 0, 256, stop) for stop in (52_000, 70_000)]
     fast = [StepShape(1, 256, 1, 0, 1, 256, expanded=(chunk,)) for chunk in chunks]
-    peak, planned = peak_and_planned(tmp_path / "glm-4.7-flash", 70_000, fast=fast)
+    peak, planned = peak_and_planned(tmp_path / "glm-4.7-flash", 70_000, fast=fast, stored=stored)
     assert peak <= planned <= 1.2 * peak
 
 

@@ -20,11 +20,11 @@ KERNELS = [ReferenceKernels(), NativeKernels(), TritonKernels(GemmTable())]
 HEADS, NOPE, ROPE, RANK, SCALE, LENGTH = 3, 12, 8, 24, 0.3, 41
 
 
-@pytest.mark.parametrize("v_dim", [10, 24])
+@pytest.mark.parametrize(("v_dim", "scale"), [(10, None), (24, None), (10, 0.3)])
 @pytest.mark.parametrize("kernels", KERNELS, ids=lambda one: one.name)
-def test_a_row_has_its_bits_in_every_chunk_and_beside_any_heads(kernels, v_dim, monkeypatch):
+def test_a_row_has_its_bits_in_every_chunk_and_beside_any_heads(kernels, v_dim, scale, monkeypatch):
     """Keys of 20 elements, in memory of 24; what lies behind the last position is poisoned."""
-    scene = LatentScene([7, LENGTH], heads=HEADS)
+    scene = LatentScene([7, LENGTH], heads=HEADS, scale=scale)
     up_k, up_v = torch.randn(HEADS, NOPE, RANK), torch.randn(HEADS, v_dim, RANK)
     heads = ExpandedHeads(
         kernels,

@@ -2,18 +2,44 @@
 
 They lie beside each attention block's projections, as ``X.k_scale`` and ``X.v_scale``, or in them,
 as ``X.k_proj.k_scale`` and ``X.v_proj.v_scale``, in a floating dtype: [1] (strategy "tensor"), or
-[num_kv_heads, 1, 1] (strategy "attn_head"). Modules of draft heads have none.
+[num_kv_heads, 1, 1] (strategy "attn_head"). Latents have that of the keys alone, as in vLLM and
+SGLang. Modules of draft heads have none.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from torch import Tensor
 
 from sametoken.layers.parallel import of_rank
 from sametoken.models.load.fp8_linear import positive
 from sametoken.models.load.weights import WeightReader
-from sametoken.ops.cache_types import PagedKV
+from sametoken.ops.cache_types import LatentKV, LayerCache, PagedKV
 from sametoken.ops.model.attention.kv import KVScales
+
+
+def with_scales(
+    own: LayerCache, whole: LayerCache, weights: WeightReader, prefix: str, strategy: str
+) -> LayerCache:
+    """A cache with its scales, if it is one of an attention block: that at ``prefix``.
+
+    Args:
+        own: the declaration on this rank.
+        whole: over all ranks.
+        weights: the checkpoint.
+        prefix: of the block's tensors.
+        strategy: as ``kv_strategy`` gives it.
+
+    Raises:
+        CheckpointError: scales are missing, of another shape, or not positive.
+    """
+    if isinstance(own, LatentKV):
+        return replace(own, scale=read_latent_scale(weights, prefix))
+    if not isinstance(own, PagedKV) or not own.num_kv_heads:
+        return own
+    assert isinstance(whole, PagedKV)
+    return replace(own, scales=read_kv_scales(weights, prefix, strategy, whole))
 
 
 def read_kv_scales(weights: WeightReader, prefix: str, strategy: str, whole: PagedKV) -> KVScales:
@@ -28,9 +54,24 @@ def read_kv_scales(weights: WeightReader, prefix: str, strategy: str, whole: Pag
     own = of_rank(range(num_heads), weights.parallel, ranks)
 
     def read(which: str) -> Tensor:
-        name, within = f"{prefix}.{which}_scale", f"{prefix}.{which}_proj.{which}_scale"
-        name = within if within in weights else name
-        by_head = positive(weights, name, shapes).reshape(-1).expand(num_heads)
+        scales = positive(weights, _name(weights, prefix, which), shapes)
+        by_head = scales.reshape(-1).expand(num_heads)
         return by_head[own.start : own.stop].contiguous().to(weights.device)
 
     return KVScales(read("k"), read("v"))
+
+
+def read_latent_scale(weights: WeightReader, prefix: str) -> Tensor:
+    """[1], the scale of all vectors of the latent attention at ``prefix``.
+
+    Raises:
+        CheckpointError: as ``read_kv_scales``.
+    """
+    weights.skip(_name(weights, prefix, "v"))
+    scale = positive(weights, _name(weights, prefix, "k"), ((1,), ()))
+    return scale.reshape(1).to(weights.device)
+
+
+def _name(weights: WeightReader, prefix: str, which: str) -> str:
+    within = f"{prefix}.{which}_proj.{which}_scale"
+    return within if within in weights else f"{prefix}.{which}_scale"

@@ -19,6 +19,13 @@ INLINE void store_e4m3(void *base, int64_t index, int64_t count, f32v v) {
     else memcpy(to, &bytes, count);
 }
 
+/* As store_some; as e4m3, divided by its scale. */
+INLINE void store_kv(void *base, int64_t index, int64_t count, int bf16, int64_t e4m3,
+                     float scale, f32v v) {
+    if (e4m3) store_e4m3(base, index, count, v / scale);
+    else store_some(base, index, count, bf16, v);
+}
+
 /* As load_some; the format of e4m3 wins over that of activations. */
 INLINE f32v load_kv(const void *base, int64_t index, int64_t count, int bf16, int64_t e4m3) {
     return e4m3 ? load_e4m3(base, index, count) : load_some(base, index, count, bf16);

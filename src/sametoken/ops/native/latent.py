@@ -10,8 +10,10 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.ops.backend import AttentionRows, QueryRows
+from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape, LayerLatent
 from sametoken.ops.native.library import NativeLibrary, WeightMemory
+from sametoken.ops.native.weights import require
 
 MAX_WIDTH = 1024
 
@@ -104,7 +106,7 @@ class LatentOperations:
     ) -> None:
         """See ``Kernels.latent_rope_and_cache``."""
         t, heads, rope_dim = q.shape
-        _require_rows(memory.vectors.dtype, q, latent, out)
+        e4m3, vector_scale = _stored_form(memory, q, latent, out)
         if rotary.weight.dtype not in (torch.float32, q.dtype) or not rotary.weight.is_contiguous():
             raise InvariantError(f"a norm of {rotary.weight.dtype} over latents of {q.dtype}")
         self._library.latent_rope_and_cache(
@@ -117,6 +119,7 @@ class LatentOperations:
             rows.positions.data_ptr(),
             rows.kv_slots.data_ptr(),
             rotary.weight.data_ptr(),
+            vector_scale,
             rotary.eps,
             t,
             heads,
@@ -125,6 +128,7 @@ class LatentOperations:
             *q.stride()[:2],
             latent.stride(0),
             *out.stride()[:2],
+            e4m3,
             q.dtype is torch.bfloat16,
             rotary.weight.dtype is torch.bfloat16,
             rotary.interleaved,
@@ -136,7 +140,7 @@ class LatentOperations:
         """See ``Kernels.latent_attention``."""
         t, heads, width = q.shape
         table, vectors = rows.block_table, memory.vectors
-        _require_rows(vectors.dtype, q)
+        e4m3, vector_scale = _stored_form(memory, q)
         if not (q.is_contiguous() and vectors.is_contiguous() and table.is_contiguous()):
             raise InvariantError(
                 "latent attention needs contiguous queries, memory and block table"
@@ -147,8 +151,8 @@ class LatentOperations:
             vectors.data_ptr(),
             vectors.data_ptr(),
             None,
-            None,
-            None,
+            vector_scale,
+            vector_scale,
             out.data_ptr(),
             rows.positions.data_ptr(),
             rows.slots.data_ptr(),
@@ -161,7 +165,7 @@ class LatentOperations:
             vectors.shape[1],
             table.shape[1],
             0,
-            False,
+            e4m3,
             scale,
             q.dtype is torch.bfloat16,
         )
@@ -185,6 +189,16 @@ def _packed(
 
 def _bytes(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8)
+
+
+def _stored_form(memory: LayerLatent, *rows: Tensor) -> tuple[bool, int | None]:
+    """Whether vectors are float8, not of the dtype of ``rows``, and the address of their scale."""
+    e4m3, scale = memory.vectors.dtype is FLOAT8, memory.scale
+    _require_rows(rows[0].dtype if e4m3 else memory.vectors.dtype, *rows)
+    if scale is None:
+        return e4m3, None
+    require(scale, torch.float32)
+    return e4m3, scale.data_ptr()
 
 
 def _require_rows(dtype: torch.dtype, *tensors: Tensor) -> None:

@@ -57,7 +57,7 @@ class NativeLibrary:
     attention: Annotated[Callable[..., int], "ppppppppppiiiiiiiiifi"]
     decoder_layer: Annotated[Callable[..., int], "ppppfi" + "ppppi" + "ppppii" + "i"]
     head_products: Annotated[Callable[..., None], "pppiiiiiiiii"]
-    latent_rope_and_cache: Annotated[Callable[..., None], "pppppppppf" + "iiii" + "iiiii" + "iii"]
+    latent_rope_and_cache: Annotated[Callable[..., None], "ppppppppppf" + "iiii" + "iiiii" + "iiii"]
     sample: Annotated[Callable[..., int], "pppppppiiii"]
     gated_delta: Annotated[Callable[..., int], "pip" + "pppp" + "iiiii"]
     mamba2: Annotated[Callable[..., int], "pip" + "ppppp" + "iiii" + "ff" + "i"]

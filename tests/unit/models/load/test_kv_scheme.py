@@ -8,22 +8,25 @@ import pytest
 import torch
 
 from sametoken.errors import CheckpointError
-from sametoken.models.load.kv_scheme import read_kv_scales
+from sametoken.models.load.kv_scheme import read_kv_scales, with_scales
 from sametoken.models.load.sent import SentTensors
 from sametoken.models.load.weights import WeightReader
-from sametoken.ops.cache_types import PagedKV
+from sametoken.ops.cache_types import LatentKV, PagedKV, Stateless
 from sametoken.ops.reference import ReferenceKernels
 
 BESIDE = "block.k_scale", "block.v_scale"
 WITHIN = "block.k_proj.k_scale", "block.v_proj.v_scale"
 
 
-def read(strategy: str, k: torch.Tensor, rank: int = 0, size: int = 1, names=BESIDE):
+def reader_of(k: torch.Tensor, rank: int = 0, size: int = 1, names=BESIDE) -> WeightReader:
     source = SentTensors([*zip(names, (k, 2 * k), strict=True)])
     parallel = SimpleNamespace(rank=rank, size=size)
-    reader = WeightReader(source, ReferenceKernels(), torch.float32, torch.device("cpu"), parallel)
+    return WeightReader(source, ReferenceKernels(), torch.float32, torch.device("cpu"), parallel)
+
+
+def read(strategy: str, k: torch.Tensor, *options, **names):
     whole = PagedKV(4, 8, 8, torch.float8_e4m3fn)
-    return read_kv_scales(reader, "block", strategy, whole)
+    return read_kv_scales(reader_of(k, *options, **names), "block", strategy, whole)
 
 
 @pytest.mark.parametrize(("rank", "size", "heads"), [(0, 2, [0, 1]), (1, 2, [2, 3]), (5, 8, [2])])
@@ -56,3 +59,18 @@ def test_they_may_lie_in_the_projections():
 def test_other_shapes_and_values_are_refused(strategy, k):
     with pytest.raises(CheckpointError, match=r"tensor block\.k_scale"):
         read(strategy, k)
+
+
+@pytest.mark.parametrize("names", [BESIDE, WITHIN])
+def test_latents_have_the_scale_of_the_keys_on_every_rank(names):
+    reader, cache = reader_of(torch.tensor([0.25]), 1, 2, names), LatentKV(8, 4, torch.bfloat16)
+    found = with_scales(cache, cache, reader, "block", "tensor")
+    assert torch.equal(found.scale, torch.tensor([0.25]))
+    reader.require_all_read(allowed=())
+    assert found.part(torch.zeros(1)).scale is None, "vectors in 16 bits need none"
+
+
+def test_caches_without_keys_of_their_own_have_no_scales():
+    reader = reader_of(torch.ones(1))
+    for cache in (PagedKV(0, 8, 8, torch.bfloat16), Stateless()):
+        assert with_scales(cache, cache, reader, "block", "tensor") is cache

@@ -21,12 +21,13 @@ BOTH = [ReferenceKernels(), NativeKernels()]
 WHERE = [(0, 599), (0, 600), (0, 255), (0, 256), (1, 0), (1, 39), (0, 511)]
 
 
+@pytest.mark.parametrize("scale", [None, 0.3], ids=["wide", "float8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [1, 5, 64])
 @pytest.mark.parametrize("kernels", BOTH, ids=lambda one: one.name)
 @pytest.mark.usefixtures("one_thread")
-def test_attention_is_right_and_a_row_has_its_bits_in_any_company(kernels, heads, dtype):
-    scene = LatentScene([601, 40], heads=heads, dtype=dtype)
+def test_attention_is_right_and_a_row_has_its_bits_in_any_company(kernels, heads, dtype, scale):
+    scene = LatentScene([601, 40], heads=heads, dtype=dtype, scale=scale)
     q, rows = scene.rows(WHERE)
     together = kernels.latent_attention(q, SCALE, rows, scene.memory)
     tolerance = 3e-6 if dtype is torch.float32 else 2e-2

@@ -48,7 +48,10 @@ class LayerKV:
 
 
 def as_stored(x: Tensor, dtype: torch.dtype, scales: Tensor | None) -> Tensor:
-    """[T, num_kv_heads, head_dim] as it is stored in ``dtype``; NaN becomes the byte 0x7f."""
+    """[T, num_kv_heads, head_dim] as it is stored in ``dtype``; NaN becomes the byte 0x7f.
+
+    [T, width] is of one head.
+    """
     if dtype != FLOAT8:
         return x.to(dtype)
     scaled = x.float() if scales is None else x.float() / scales[:, None]

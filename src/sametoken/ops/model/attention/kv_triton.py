@@ -20,8 +20,8 @@ def as_bytes(memory: Tensor) -> Tensor:
 def as_stored(
     value,  # [HEADS, elements] fp32
     scales,  # [num_kv_heads] fp32, or None: 1
-    head,  # [HEADS, 1]
-    live,  # [HEADS, 1], whether the head exists
+    head,  # [HEADS, 1], or a number
+    live,  # of the shape of ``head``, whether it exists
     dtype: tl.constexpr,
 ):
     """Values as they are stored in ``dtype``; in bytes as ``attention.kv`` rounds them."""

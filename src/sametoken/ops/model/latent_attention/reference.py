@@ -11,6 +11,7 @@ from sametoken.ops.backend import (
     AttentionRows,
     QueryRows,
 )
+from sametoken.ops.model.attention.kv import as_stored
 from sametoken.ops.model.gemm.reference import product
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LayerLatent
 from sametoken.ops.model.norm_rope import rms_norm
@@ -54,8 +55,9 @@ def rope_and_cache(
     """See ``Kernels.latent_rope_and_cache``."""
     cos, sin = rotary.cos[rows.positions], rotary.sin[rows.positions]
     rank, block_size = memory.rank, memory.vectors.shape[1]
-    key = _rotated(latent[:, rank:], cos, sin, rotary.interleaved).to(latent.dtype)
-    vector = torch.cat((rms_norm(latent[:, :rank], rotary.weight, rotary.eps), key), dim=-1)
+    key = _rotated(latent[:, rank:], cos, sin, rotary.interleaved)
+    normed = rms_norm(latent[:, :rank].float(), rotary.weight, rotary.eps)
+    vector = as_stored(torch.cat((normed, key), dim=-1), memory.vectors.dtype, memory.scale)
     memory.vectors[rows.kv_slots // block_size, rows.kv_slots % block_size] = vector
     out.copy_(_rotated(q, cos[:, None], sin[:, None], rotary.interleaved))
 
@@ -75,7 +77,7 @@ def attention(q: Tensor, scale: float, rows: QueryRows, memory: LayerLatent) -> 
     stops = (rows.positions + 1).tolist()
     for row, (slot, stop) in enumerate(zip(rows.slots.tolist(), stops, strict=True)):
         blocks = rows.block_table[slot, : -(-stop // block_size)]
-        vectors = memory.vectors[blocks].flatten(0, 1)[:stop].float().contiguous()
+        vectors = memory.read(blocks, torch.float32).flatten(0, 1)[:stop]
         with one_thread():
             weights = torch.softmax(q[row].float().clone() @ vectors.T * scale, dim=-1)
             out[row] = (weights @ vectors[:, : memory.rank].contiguous()).to(q.dtype)

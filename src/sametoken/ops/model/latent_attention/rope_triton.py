@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.backend import AttentionRows
+from sametoken.ops.model.attention.kv_triton import as_bytes, as_stored
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LayerLatent
 from sametoken.ops.model.norm_triton import aligned, in_aligned_memory
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
@@ -46,7 +47,8 @@ def rope_and_cache(
         rotary.sin,
         rows.positions,
         rows.kv_slots,
-        memory.vectors,
+        as_bytes(memory.vectors),
+        memory.scale,
         out,
         *q.stride()[:2],
         latent.stride(0),
@@ -66,8 +68,11 @@ def rope_and_cache(
 
 
 @triton.jit
-def _finite(value):
-    return tl.abs(value.to(tl.float32)) < float("inf")
+def _finite(stored):
+    if stored.dtype == tl.uint8:
+        return (stored & 0x7F) != 0x7F
+    else:
+        return tl.abs(stored.to(tl.float32)) < float("inf")
 
 
 @triton.jit
@@ -79,7 +84,8 @@ def _rope_kernel(
     sin,
     positions,  # [T]
     kv_slots,  # [T]
-    vectors,  # [num_blocks * block_size, RANK + 2 * HALF]
+    vectors,  # [num_blocks * block_size, RANK + 2 * HALF], float8 as bytes
+    vector_scale,  # [1] fp32, or None
     out,  # [T, HEADS, 2 * HALF], strided
     q_row,
     q_head,
@@ -107,7 +113,7 @@ def _rope_kernel(
     if tl.program_id(1) == 0:
         _write_vector(
             latent + row * latent_row, vectors + tl.load(kv_slots + row) * (RANK + 2 * HALF),
-            weight, eps, c, s, half, inside, RANK, HALF, RANK_BLOCK, STEP, OTHER,
+            vector_scale, weight, eps, c, s, half, inside, RANK, HALF, RANK_BLOCK, STEP, OTHER,
         )  # fmt: skip
     else:
         head = (tl.program_id(1) - 1) * GROUP + tl.arange(0, GROUP)[:, None]
@@ -123,6 +129,7 @@ def _rope_kernel(
 def _write_vector(
     source,  # [RANK + 2 * HALF]
     target,  # [RANK + 2 * HALF]
+    vector_scale,
     weight,  # [RANK]
     eps,
     c,  # [1, HALF_BLOCK], as the three after it
@@ -145,12 +152,14 @@ def _write_vector(
     factor = tl.load(weight + column, column < RANK, other=0.0).to(tl.float32)
     value = tl.load(source + column, column < RANK, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / RANK + eps)
-    normed = (value * scale * factor).to(dtype)
+    normed = as_stored(value * scale * factor, vector_scale, 0, True, dtype)
     whole = tl.min(_finite(normed).to(tl.int32), axis=0) == 1
-    tl.store(target + column, tl.where(_finite(normed), normed, 0.0), column < RANK)
+    tl.store(target + column, tl.where(_finite(normed), normed, 0), column < RANK)
     low, high = _rotated(source + RANK, half, inside, c, s, STEP, OTHER)
-    tl.store(target + RANK + half, tl.where(whole, low, float("nan")).to(dtype), inside)
-    tl.store(target + RANK + HALF + half, tl.where(whole, high, float("nan")).to(dtype), inside)
+    low, high = tl.where(whole, low, float("nan")), tl.where(whole, high, float("nan"))
+    at = target + RANK + half
+    tl.store(at, as_stored(low, vector_scale, 0, True, dtype), inside)
+    tl.store(at + HALF, as_stored(high, vector_scale, 0, True, dtype), inside)
 
 
 @triton.jit

@@ -100,12 +100,21 @@ class ExpandedShape:
 class LayerLatent:
     """One layer's memory [num_blocks, block_size, width] of latent vectors that heads share.
 
+    Float8 vectors are written and read as ``LayerKV``'s keys of one head are.
+
     Attributes:
         rank: number of leading elements of a vector that are its values.
+        scale: [1] fp32, of float8 vectors; None: 1.
     """
 
     vectors: Tensor
     rank: int
+    scale: Tensor | None = None
+
+    def read(self, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+        """The vectors of [B] blocks in ``dtype``, as rows read them: [B, block_size, width]."""
+        vectors = self.vectors[blocks].to(dtype)
+        return vectors if self.scale is None else vectors.mul_(self.scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,12 @@ from sametoken.ops.model.attention.arithmetic import (
     per_element,
     per_query,
     places,
+    scaled,
     tile_queries,
     tile_rows,
     total_of,
 )
+from sametoken.ops.model.attention.kv_triton import as_bytes, as_read
 from sametoken.ops.model.attention.schedule import LEVELS, begin_of, max_splits, split_of
 from sametoken.ops.model.attention.splits import merged_parts
 from sametoken.ops.model.attention.tuning import LOG2_E
@@ -61,7 +63,8 @@ def attention(
         q: contiguous, bf16, fp16 or fp32.
         scale: factor on the scores.
         rows: positions and slots of the rows, with their runs.
-        memory: the layer's vectors, finite in their first ``rank`` elements.
+        memory: the layer's vectors, finite in their first ``rank`` elements; of q's dtype, or
+            float8 e4m3.
         max_seq_len: upper bound of positions, exclusive; by default the block table's capacity.
         config: launch configuration; chosen from the shapes by default.
 
@@ -103,7 +106,8 @@ def _launch(
     tiles = runs.num_runs * triton.cdiv(runs.max_rows, config.block_queries // group)
     where = (rows.positions, rows.slots, rows.runs.starts, runs.first, runs.max_rows)
     strides = (rows.block_table.stride(0), memory.vectors.stride(0))
-    inputs = (q, memory.vectors, *where, rows.block_table, *strides, scale * LOG2_E)
+    factors = (scale * LOG2_E, memory.scale)
+    inputs = (q, as_bytes(memory.vectors), *where, rows.block_table, *strides, *factors)
     sizes = {"RANK": rank, "BLOCK_RANK": max(16, triton.next_power_of_2(rank)), **pdl_options(q)}
     constants = sizes | {
         "GROUP": group,
@@ -127,7 +131,7 @@ def _launch(
     stats = q.new_empty(scratch.stats, dtype=torch.float32)
     _split_kv_kernel[tiles, head_tiles, programs](*inputs, sums, stats, splits, **constants)
     _merge_kernel[runs.num_runs * runs.max_rows, num_heads](
-        sums, stats, *where, out, splits, scale * LOG2_E, num_warps=4, **sizes
+        sums, stats, *where, out, splits, *factors, num_warps=4, **sizes
     )
 
 
@@ -184,6 +188,7 @@ def _with_tile(
     vector = vectors + start + offset[:, None]
     latent = tl.load(vector + dim, mask=seen[:, None] & (dim < RANK), other=0)
     key = tl.load(vector + RANK + rope, mask=seen[:, None] & (rope < ROPE), other=0)
+    latent, key = as_read(latent, q.dtype), as_read(key, q.dtype)
     if KV_LEFT:
         scores = tl.dot(latent, q, input_precision="ieee")
         scores = tl.dot(key, q_rope, scores, input_precision="ieee")
@@ -235,7 +240,7 @@ def _split_result(
 @_jit
 def _sequential_kernel(
     q,  # [num_rows, heads, RANK + ROPE]
-    vectors,  # [num_blocks, BLOCK_SIZE, RANK + ROPE]
+    vectors,  # [num_blocks, BLOCK_SIZE, RANK + ROPE], float8 as bytes
     positions,  # [num_rows] int64
     slots,  # [num_rows] int64
     starts,  # [runs + 1] int64, or None: every run has ``width`` rows
@@ -245,6 +250,7 @@ def _sequential_kernel(
     table_stride,
     block_stride,
     scale,
+    vector_scale,  # [1] fp32, or None
     running,  # [num_rows, heads, RANK] fp32, this kernel's own
     out,  # [num_rows, heads, RANK]
     GROUP: tl.constexpr,
@@ -267,6 +273,7 @@ def _sequential_kernel(
     position, index, first_index, at, mask = tile_queries(
         positions, slots, slot, starts, first, stop, GROUP, RANK, BLOCK_RANK, BLOCK_QUERIES, KV_LEFT
     )
+    scale = scaled(scale, vector_scale, 0)
     gdc_wait(PDL)
     latent, rope = _queries(q, index, first_index, RANK, BLOCK_RANK, ROPE, BLOCK_ROPE, KV_LEFT)
     running += first_index * RANK
@@ -285,7 +292,7 @@ def _sequential_kernel(
         tl.debug_barrier()
     sums = tl.load(running + at, mask=mask & (highest >= 0), other=0.0)
     # Dead rows are all 0, so a MoE layer routes them all to the same experts.
-    result = normalised(sums, weight, KV_LEFT)
+    result = scaled(normalised(sums, weight, KV_LEFT), vector_scale, 0)
     tl.store(out + first_index * RANK + at, result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -302,6 +309,7 @@ def _split_kv_kernel(
     table_stride,
     block_stride,
     scale,
+    vector_scale,
     sums,  # [places, heads, num_splits, RANK] fp32
     stats,  # [places, heads, num_splits, 2] fp32: total weight, maximum score
     num_splits,
@@ -325,6 +333,7 @@ def _split_kv_kernel(
     position, index, first_index, _at, mask = tile_queries(
         positions, slots, slot, starts, first, stop, GROUP, RANK, BLOCK_RANK, BLOCK_QUERIES, KV_LEFT
     )
+    scale = scaled(scale, vector_scale, 0)
     gdc_wait(PDL)
     latent, rope = _queries(q, index, first_index, RANK, BLOCK_RANK, ROPE, BLOCK_ROPE, KV_LEFT)
     first_part = first_index + (place - first).to(tl.int64) * tl.num_programs(1) * GROUP
@@ -358,6 +367,7 @@ def _merge_kernel(
     out,  # [num_rows, heads, RANK]
     num_splits,
     scale,
+    vector_scale,
     RANK: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     PDL: tl.constexpr,
@@ -374,10 +384,11 @@ def _merge_kernel(
     last = split_of(tl.load(positions + row).to(tl.int32))
     if starts is not None:
         dead = tl.load(slots + row) != tl.load(slots + begin)
+    scale = scaled(scale, vector_scale, 0)
     gdc_wait(PDL)
     acc, total, _peak = merged_parts(sums, stats, 0, last, scale, RANK, BLOCK_RANK)
     dim = tl.arange(0, BLOCK_RANK)[:, None]
-    result = normalised(acc, total, True)
+    result = scaled(normalised(acc, total, True), vector_scale, 0)
     if starts is not None:
         result = tl.where(dead, 0.0, result)
     at = (row.to(tl.int64) * heads + head) * RANK

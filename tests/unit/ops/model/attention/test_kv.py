@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches
+from helpers.float8 import nearest, pool
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RotaryTable, RowRuns
 from sametoken.ops.model import rope_triton
 from sametoken.ops.model.attention.kv import FLOAT8, KVScales
@@ -20,9 +21,6 @@ BLOCK_SIZE, NUM_BLOCKS = 16, 5
 SCALES = KVScales(torch.tensor([0.3, 2.0]), torch.tensor([1.7, 0.01]))
 #: Table width 0: keys are stored as they are.
 NO_ROTATION = RotaryTable(torch.zeros(99, 0), torch.zeros(99, 0))
-ODD = (0.0, 2**-9, 2**-10, 1.001 * 2**-10, 3 * 2**-10, 1e-45, 448.0, 463.9, 464.0, 465.0, 1e30)
-ODD += (float("inf"), float("nan"), 17.0, 19.0, 2**-6 - 2**-11)
-NUMBERS = torch.arange(127, dtype=torch.uint8).view(FLOAT8).double()
 ROTARY = RotaryTable(*torch.rand(2, 99, 12, generator=torch.Generator().manual_seed(5)))
 KERNELS = (NativeKernels(), ReferenceKernels())
 
@@ -44,23 +42,11 @@ def rows_at(positions, slots=None) -> AttentionRows:
     return AttentionRows(positions, slots, kv_slots, table, RowRuns.even(1, len(positions)))
 
 
-def nearest(x: torch.Tensor) -> torch.Tensor:
-    """The byte of the number that is nearest, the even one of two, by looking at all."""
-    size = x.double().abs().clamp(max=448)
-    distance = (size[..., None] - NUMBERS).abs()
-    odd = torch.arange(127) % 2
-    code = (distance * 2**60 + odd * 2**20).argmin(-1)
-    code |= torch.signbit(x).long() << 7
-    return torch.where(x.isnan(), 0x7F, code).to(torch.uint8)
-
-
 @pytest.mark.parametrize(("dtype", "scales"), [(torch.bfloat16, None), (torch.float32, SCALES)])
 def test_every_implementation_stores_the_nearest_byte(dtype, scales):
     generator = torch.Generator().manual_seed(0)
-    pool = torch.cat((torch.tensor(ODD), (torch.arange(200) + 0.5) * 2**-9))
-    pool = torch.cat((pool, -pool, torch.randn(200, generator=generator) * 90)).to(dtype)
-    width = SHAPE.q_size + 2 * SHAPE.kv_size
-    qkv = pool[torch.randint(len(pool), (9, width), generator=generator)]
+    numbers, width = pool(generator).to(dtype), SHAPE.q_size + 2 * SHAPE.kv_size
+    qkv = numbers[torch.randint(len(numbers), (9, width), generator=generator)]
     rows = rows_at(range(11, 20))
     parts = qkv.float().split((SHAPE.q_size, SHAPE.kv_size, SHAPE.kv_size), dim=1)
     found = []

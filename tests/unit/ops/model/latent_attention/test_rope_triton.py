@@ -9,6 +9,7 @@ import torch
 
 from helpers.compiled import compile_launches
 from sametoken.ops.backend import AttentionRows
+from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.ops.model.latent_attention import reference, rope_triton
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LayerLatent
 
@@ -61,12 +62,14 @@ def test_neighbours_are_rotated_as_a_pair_only_if_interleaved():
     torch.testing.assert_close(out[2], expected)
 
 
+@pytest.mark.parametrize("stored", [torch.float32, FLOAT8])
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
-def test_a_fault_is_stored_as_a_key_that_nobody_can_use_and_finite_values():
+def test_a_fault_is_stored_as_a_key_that_nobody_can_use_and_finite_values(stored):
     q, latent, rotary, rows, memory, out = arguments()
+    memory = LayerLatent(memory.vectors.to(stored), RANK)
     latent[1, 0], latent[2, RANK] = torch.inf, torch.nan
     rope_triton.rope_and_cache(q, latent, rotary, rows, memory, out)
-    written = memory.vectors.flatten(0, 1)[rows.kv_slots]
+    written = memory.vectors.float().flatten(0, 1)[rows.kv_slots]
     assert written[:, :RANK].isfinite().all()
     assert written[:, RANK:].isnan().any(-1).tolist() == [False, True, True, False, False]
 
@@ -84,7 +87,9 @@ memory = LayerLatent(torch.zeros(2, 16, 576, dtype=torch.bfloat16), 512)
 q, out = (torch.zeros(3, 20, width, dtype=torch.bfloat16) for width in (256, 576))
 latent = torch.zeros(3, 768 + 576, dtype=torch.bfloat16)[:, 768:]
 rows = AttentionRows(at, at, at, at[None])
-rope_and_cache(q[..., 192:], latent, rotary, rows, memory, out[..., 512:])
+small = LayerLatent(memory.vectors.to(torch.float8_e4m3fn), 512, torch.ones(1))
+for written in (memory, small):
+    rope_and_cache(q[..., 192:], latent, rotary, rows, written, out[..., 512:])
 """,
         tmp_path,
     )

@@ -41,10 +41,12 @@ def check(scene, where, runs, **options):
     assert (out[~live] == 0).all()
 
 
+@pytest.mark.parametrize("scale", [None, 0.3], ids=["wide", "float8"])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(("heads", "rank", "rope_dim"), [(1, 16, 8), (5, 24, 8), (20, 40, 16)])
-def test_odd_heads_and_sizes(heads, rank, rope_dim, config):
-    scene = LatentScene([70, 33], heads=heads, rank=rank, rope_dim=rope_dim, block_size=24)
+def test_odd_heads_and_sizes(heads, rank, rope_dim, config, scale):
+    sizes = {"heads": heads, "rank": rank, "rope_dim": rope_dim, "scale": scale}
+    scene = LatentScene([70, 33], block_size=24, **sizes)
     check(scene, [(0, 69), (1, 31), (0, 0)], RowRuns.even(3, 1), config=config)
 
 
@@ -57,9 +59,10 @@ def test_windows_across_borders_of_splits(config):
 
 # What a dead row leaves unwritten is merged, and not used.
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize("scale", [None, 1.7], ids=["wide", "float8"])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_ragged_runs_with_dead_rows(config):
-    scene = LatentScene([300, 40, 9], block_size=32)
+def test_ragged_runs_with_dead_rows(config, scale):
+    scene = LatentScene([300, 40, 9], block_size=32, scale=scale)
     where = [(0, 298), (0, 299), (3, 0), (2, 8), (1, 5), (1, 6), (1, 7), (1, 8), (1, 9)]
     check(scene, where, runs_of([3, 1, 5], num_short=2), config=config)
 
@@ -104,20 +107,23 @@ from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.model.latent_attention.shape import LayerLatent
 from sametoken.ops.model.latent_attention.triton import attention
 
-def launch(heads, runs, width, max_blocks, rank=512, dtype=torch.bfloat16):
+def launch(heads, runs, width, max_blocks, rank=512, dtype=torch.bfloat16, scale=None):
     rows = runs * width
     slots = torch.zeros(rows, dtype=torch.int64)
     table = torch.zeros(2, max_blocks, dtype=torch.int64)
     starts = torch.arange(runs + 1) * width
     where = AttentionRows(slots, slots, slots, table, RowRuns(runs, width, starts, runs, width))
-    memory = LayerLatent(torch.zeros(2, 16, rank + 64, dtype=dtype), rank)
+    stored = dtype if scale is None else torch.float8_e4m3fn
+    memory = LayerLatent(torch.zeros(2, 16, rank + 64, dtype=stored), rank, scale)
     attention(torch.zeros(rows, heads, rank + 64, dtype=dtype), 0.1, where, memory)
 
 launch(16, 1, 1, 1024)
 launch(20, 8, 4, 1024)
 launch(128, 64, 3, 128)
 launch(16, 2, 3, 64, 128, torch.float32)
+launch(16, 1, 1, 1024, scale=torch.ones(1))
+launch(128, 64, 3, 128, scale=torch.ones(1))
 """
     compile_launches(code, tmp_path)
     forms = sorted(path.stem for path in tmp_path.rglob("*_kernel.ptx"))
-    assert forms == ["_merge_kernel"] * 2 + ["_sequential_kernel"] + ["_split_kv_kernel"] * 3
+    assert forms == ["_merge_kernel"] * 3 + ["_sequential_kernel"] * 2 + ["_split_kv_kernel"] * 4

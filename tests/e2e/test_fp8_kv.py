@@ -103,7 +103,7 @@ def test_a_block_takes_a_byte_a_number_and_the_user_is_told(tmp_path, write):
     assert "kv_cache_dtype is fp8: requested; scales are 1" in told
 
 
-def scaled(folder, strategy: str, changes=(), write=write_llama):
+def scaled(folder, strategy: str, changes=(), write=write_llama, num_modules: int = 0):
     """A target whose scheme wants float8, as llm-compressor writes it for KV alone."""
     path = write(folder, max_position_embeddings=128)
     config = json.loads((path / "config.json").read_text())
@@ -118,7 +118,7 @@ def scaled(folder, strategy: str, changes=(), write=write_llama):
     }
     tensors = load_file(path / "model.safetensors")
     heads = config["num_key_value_heads"]
-    for index in range(config["num_hidden_layers"]):
+    for index in range(config["num_hidden_layers"] + num_modules):
         for place, name in enumerate("kv"):
             size = (1,) if strategy == "tensor" else (heads, 1, 1)
             own = torch.arange(1, 1 + size[0]).view(size) * 0.01 + index * 0.1 + place * 0.02
@@ -159,15 +159,17 @@ def test_other_schemes_are_refused_by_the_key(tmp_path, changes, said):
         engine(path)
 
 
-def test_latents_have_the_scale_of_the_keys(tmp_path):
-    path, tensors = scaled(tmp_path, "tensor", write=write_nextn)
+@pytest.mark.parametrize("num_modules", [0, 1])
+def test_latents_have_the_scale_of_the_keys(tmp_path, num_modules):
+    """Those of a NextN module too, if there is one for it."""
+    path, tensors = scaled(tmp_path, "tensor", write=write_nextn, num_modules=num_modules)
     core = engine(path, {"method": "mtp", "num_speculative_tokens": 2}, kv_cache_dtype="auto")
     step = core._runner.step
     (module,) = step.drafter.kv_caches[0].layers
-    for index, layer in enumerate(step.kv.layers):
+    for index, layer in enumerate((*step.kv.layers, *[module] * num_modules)):
         wanted = tensors[f"model.layers.{index}.self_attn.k_scale"].float()
         assert torch.equal(layer.scale, wanted)
-    assert module.scale is None
+    assert num_modules or module.scale is None
     drafted = run(core, requests())
     assert drafted.offered > 0
     assert drafted.tokens == alone(path)[0]

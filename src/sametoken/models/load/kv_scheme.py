@@ -3,7 +3,7 @@
 They lie beside each attention block's projections, as ``X.k_scale`` and ``X.v_scale``, or in them,
 as ``X.k_proj.k_scale`` and ``X.v_proj.v_scale``, in a floating dtype: [1] (strategy "tensor"), or
 [num_kv_heads, 1, 1] (strategy "attn_head"). Latents have that of the keys alone, as in vLLM and
-SGLang. Modules of draft heads have none.
+SGLang. A NextN module may have none.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ from sametoken.models.load.fp8_linear import positive
 from sametoken.models.load.weights import WeightReader
 from sametoken.ops.cache_types import LatentKV, LayerCache, PagedKV
 from sametoken.ops.model.attention.kv import KVScales
+
+
+def has_scales(weights: WeightReader, prefix: str) -> bool:
+    """Whether there are scales of the attention block at ``prefix``."""
+    return _name(weights, prefix, "k") in weights
 
 
 def with_scales(

@@ -67,7 +67,7 @@ def target_options(draw, name: str, path: Path) -> dict:
         modules = draw(st.sampled_from([("q_proj", "o_proj"), ("k_proj", "v_proj")]))
         adapter = write_adapter(path.with_name("adapter"), path, modules, rank=8)
         options["lora_modules"] = {"own": str(adapter)}
-    if "kv_lora_rank" not in (path / "config.json").read_text() and draw(st.booleans()):
+    if draw(st.booleans()):
         options["kv_cache_dtype"] = draw(st.sampled_from(["auto", "fp8"]))
     return options | {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 2**27}
 

@@ -40,7 +40,7 @@ def with_scales(
         CheckpointError: scales are missing, of another shape, or not positive.
     """
     if isinstance(own, LatentKV):
-        return replace(own, scale=read_latent_scale(weights, prefix))
+        return replace(own, scale=_latent_scale(weights, prefix))
     if not isinstance(own, PagedKV) or not own.num_kv_heads:
         return own
     assert isinstance(whole, PagedKV)
@@ -66,12 +66,8 @@ def read_kv_scales(weights: WeightReader, prefix: str, strategy: str, whole: Pag
     return KVScales(read("k"), read("v"))
 
 
-def read_latent_scale(weights: WeightReader, prefix: str) -> Tensor:
-    """[1], the scale of all vectors of the latent attention at ``prefix``.
-
-    Raises:
-        CheckpointError: as ``read_kv_scales``.
-    """
+def _latent_scale(weights: WeightReader, prefix: str) -> Tensor:
+    """[1], the scale of all vectors of the latent attention at ``prefix``."""
     weights.skip(_name(weights, prefix, "v"))
     scale = positive(weights, _name(weights, prefix, "k"), ((1,), ()))
     return scale.reshape(1).to(weights.device)

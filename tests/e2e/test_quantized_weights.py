@@ -180,7 +180,7 @@ def test_nor_of_a_gguf_file_in_its_bits(tmp_path):
 def test_nor_of_a_gguf_file_s_experts_in_their_bits(tmp_path):
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
     tensor_type = GGMLQuantizationType.Q4_1
-    _, path = write_family_gguf(tmp_path / "model", "qwen3moe", tensor_type=tensor_type, **sizes)
+    _, path = write_family_gguf(tmp_path / "model", "qwen3moe", sizes, tensor_type=tensor_type)
     itself = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 3}
     assert require_same(path, itself, "bfloat16", load_format="gguf-packed") > 0
 

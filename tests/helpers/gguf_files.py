@@ -8,52 +8,81 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from helpers.gguf_keys import add_keys
+from helpers.gguf_tensors import converted_tensors
+
 F32 = GGMLQuantizationType.F32
 
 
-def interleaved(rows, num_heads):
-    """As llama.cpp's converter reorders the rows of q and k of a Llama model."""
-    return (
-        rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
-        .swapaxes(1, 2)
-        .reshape(rows.shape)
-    )
-
-
-def convert(
-    model, path, *, arch="llama", tensor_type=F32, metadata=(), extra_tensors=(), tokens=None
+def write_converted(
+    path,
+    arch,
+    config,
+    stored,
+    *,
+    tensor_type=F32,
+    metadata=(),
+    extra_tensors=(),
+    tokens=None,
 ):
-    """Write a transformers model as llama.cpp's converter would."""
-    config = model.config
+    """Write a checkpoint, its config and its tensors by name, with matrices of a type."""
     writer = GGUFWriter(path, arch)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    tokens = tokens or [str(i) for i in range(config.vocab_size)]
+    add_keys(writer, arch, config)
+    tokens = tokens or [str(i) for i in range(config["vocab_size"])]
     writer.add_array("tokenizer.ggml.tokens", tokens)
     for key, add, value in metadata:
         getattr(writer, add)(key, value)
-    known = gguf.MODEL_ARCH[arch.upper() if arch.startswith("qwen") else "LLAMA"]
-    names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        data = tensor.numpy()
-        if arch == "llama" and ".q_proj." in name:
-            data = interleaved(data, config.num_attention_heads)
-        if arch == "llama" and ".k_proj." in name:
-            data = interleaved(data, config.num_key_value_heads)
-        own_type = tensor_type if data.ndim == 2 else F32
-        new_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        writer.add_tensor(new_name, quantize(data, own_type), raw_dtype=own_type)
+    for name, data in converted_tensors(arch, config, stored):
+        is_matrix = data.ndim > 1 and name.endswith(".weight")
+        fits = data.shape[-1] % gguf.GGML_QUANT_SIZES[tensor_type][0] == 0
+        own = tensor_type if is_matrix and fits and "gate_inp" not in name else F32
+        writer.add_tensor(name, quantize(data.contiguous().numpy(), own), raw_dtype=own)
     for name, data in extra_tensors:
         writer.add_tensor(name, data)
+    return _written(writer, path)
+
+
+def convert(model, path, *, arch="llama", **options):
+    """Write a transformers model; ``options`` of ``write_converted``."""
+    config, stored = model.config.to_dict(), model.state_dict()
+    if config["tie_word_embeddings"]:
+        del stored["lm_head.weight"]
+    return write_converted(path, arch, config, stored, **options)
+
+
+def rewritten(path, to, metadata=(), tensors=(), **options):
+    """A copy of a GGUF file with other keys and tensors.
+
+    Args:
+        metadata: values and their types by key; a value of None leaves the key out.
+        tensors: arrays by name, or pairs of bytes and their type; None leaves the tensor out.
+        options: of ``GGUFWriter``, which may split the file.
+    """
+    reader, writer = gguf.GGUFReader(path), GGUFWriter(to, "", **options)
+    fields = {
+        key: (field.contents(), field.types[0], field.types[-1])
+        for key, field in reader.fields.items()
+        if not key.startswith("GGUF.")
+    }
+    writer.kv_data[0].clear()
+    for key, (value, *types) in (fields | dict(metadata)).items():
+        if value is not None:
+            writer.add_key_value(key, value, *types)
+    stored = {one.name: (one.data, one.tensor_type) for one in reader.tensors}
+    for name, given in (stored | dict(tensors)).items():
+        if given is not None:
+            data, own_type = given if isinstance(given, tuple) else (given, None)
+            writer.add_tensor(name, data, raw_dtype=own_type)
+    return _written(writer, to)
+
+
+def split(path, to, most):
+    """The paths of a GGUF file's tensors in files of at most ``most``, as gguf-split names them."""
+    rewritten(path, to, split_max_tensors=most)
+    return sorted(to.parent.glob(f"{to.stem}-*-of-*.gguf"))
+
+
+def _written(writer, path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -146,7 +146,7 @@ EXPERTS = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 
 
 def write_experts(tmp_path, arch, name):
     tensor_type = GGMLQuantizationType[name]
-    return write_family_gguf(tmp_path / "model", arch, tensor_type=tensor_type, **EXPERTS)[1]
+    return write_family_gguf(tmp_path / "model", arch, changes=EXPERTS, tensor_type=tensor_type)[1]
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q8_0"])
@@ -165,7 +165,7 @@ def test_heads_of_values_by_turns_are_brought_to_their_order_in_their_bits(tmp_p
     """Rows are; columns, which a block may have of several heads, are expanded."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "linear_value_head_dim": 16}
     tensor_type = GGMLQuantizationType[name]
-    _, path = write_family_gguf(tmp_path / "model", "qwen35", tensor_type=tensor_type, **sizes)
+    _, path = write_family_gguf(tmp_path / "model", "qwen35", sizes, tensor_type=tensor_type)
     kept, plain = (load(path, one, ReferenceKernels()) for one in ("gguf-packed", "gguf"))
     assert torch.equal(*(Bench(model).logits(PROMPT, [3]) for model in (kept, plain)))
     native_bytes = [load(path, one).weights_bytes for one in ("gguf-packed", "gguf")]

@@ -20,13 +20,14 @@ from transformers.utils import logging as transformers_logging
 from helpers.examples import FIXED
 from helpers.forward import Bench, load
 from helpers.gguf_families import FAMILIES, write_family_gguf
-from helpers.gguf_files import SMALL, convert
+from helpers.gguf_files import SMALL, convert, rewritten
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.load import sources
 from sametoken.models.loader import read_config
 
 transformers_logging.disable_progress_bar()
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+UINT32, BOOL = ((kind, kind) for kind in (gguf.GGUFValueType.UINT32, gguf.GGUFValueType.BOOL))
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1000.0,
@@ -35,6 +36,10 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+
+
+def changed(path, metadata=(), tensors=()):
+    return rewritten(path, path.with_name("changed.gguf"), metadata, tensors)
 
 
 def make_model(config_class, **options):
@@ -105,31 +110,15 @@ def test_k_quants_equal_what_the_gguf_package_reads(tmp_path, name):
     elements, size = gguf.GGML_QUANT_SIZES[tensor_type]
     model = make_model(LlamaConfig, hidden_size=256, intermediate_size=256)
     raw = np.random.default_rng(0).integers(0, 50, (256, 256 // elements * size), np.uint8)
-    writer_model = convert(model, tmp_path / "plain.gguf")
-    path = tmp_path / "mixed.gguf"
-    copy_with_tensor(writer_model, path, "blk.1.ffn_down.weight", raw, tensor_type)
-    found = load(path).layers[1].mlp.down.weight.matrix
+    path = convert(model, tmp_path / "plain.gguf")
+    changed = {"blk.1.ffn_down.weight": (raw, tensor_type)}
+    found = (
+        load(rewritten(path, tmp_path / "mixed.gguf", tensors=changed))
+        .layers[1]
+        .mlp.down.weight.matrix
+    )
     assert torch.equal(found, torch.from_numpy(dequantize(raw, tensor_type)))
     assert found.abs().max() > 0
-
-
-def copy_with_tensor(source, path, name, raw, tensor_type):
-    """Copy a GGUF file with one tensor's data replaced by raw bytes of another type."""
-    reader = gguf.GGUFReader(source)
-    writer = GGUFWriter(path, "llama")
-    for key, field in reader.fields.items():
-        if not key.startswith("GGUF.") and key != "general.architecture":
-            sub_type = field.types[1] if len(field.types) > 1 else None
-            writer.add_key_value(key, field.contents(), field.types[0], sub_type)
-    for tensor in reader.tensors:
-        data, own_type = (tensor.data, tensor.tensor_type)
-        if tensor.name == name:
-            data, own_type = raw, tensor_type
-        writer.add_tensor(tensor.name, data, raw_dtype=own_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def test_llama3_frequency_divisors(tmp_path):
@@ -143,40 +132,38 @@ def test_llama3_frequency_divisors(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rope", "metadata"),
+    "rope",
     [
-        (
-            {"rope_type": "linear", "factor": 2.0},
-            [("llama.rope.scaling.type", "add_string", "linear")],
-        ),
-        ({"rope_type": "linear", "factor": 2.0}, []),
-        (
-            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16},
-            [
-                ("llama.rope.scaling.type", "add_string", "yarn"),
-                ("llama.rope.scaling.original_context_length", "add_uint32", 16),
-            ],
-        ),
-        (
-            {
-                "rope_type": "yarn",
-                "factor": 2.0,
-                "original_max_position_embeddings": 64,
-                "beta_fast": 8.0,
-                "beta_slow": 2.0,
-            },
-            [
-                ("llama.rope.scaling.type", "add_string", "yarn"),
-                ("llama.rope.scaling.yarn_beta_fast", "add_float32", 8.0),
-                ("llama.rope.scaling.yarn_beta_slow", "add_float32", 2.0),
-            ],
-        ),
-        ({"rope_type": "default"}, [("llama.rope.scaling.type", "add_string", "none")]),
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16},
+        {
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 8.0,
+            "beta_slow": 2.0,
+        },
     ],
 )
-def test_rope_scaling(tmp_path, rope, metadata):
-    metadata = [*metadata, ("llama.rope.scaling.factor", "add_float32", 2.0)]
+def test_rope_scaling(tmp_path, rope):
     model = make_model(LlamaConfig, rope_parameters={"rope_theta": 1000.0, **rope})
+    assert_same_logits(model, convert(model, tmp_path / "model.gguf"))
+
+
+def test_a_factor_without_a_type_is_linear(tmp_path):
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0}
+    model = make_model(LlamaConfig, rope_parameters=rope)
+    path = convert(model, tmp_path / "model.gguf")
+    without = {"llama.rope.scaling.type": (None, *UINT32)}
+    assert_same_logits(model, changed(path, without))
+
+
+def test_a_factor_of_the_type_none_is_none(tmp_path):
+    model = make_model(LlamaConfig)
+    metadata = [
+        ("llama.rope.scaling.type", "add_string", "none"),
+        ("llama.rope.scaling.factor", "add_float32", 2.0),
+    ]
     assert_same_logits(model, convert(model, tmp_path / "model.gguf", metadata=metadata))
 
 
@@ -226,19 +213,12 @@ def test_a_directory_with_one_file_is_that_file(tmp_path):
         (("llama.rope.scaling.attn_factor", "add_float32", 2.0), "attn_factor=2.0"),
         (("llama.rope.dimension_count", "add_uint32", 16), "dimension_count=16 differs"),
         (("llama.attention.value_length", "add_uint32", 16), "value_length=16 differs"),
-        (("split.count", "add_uint16", 3), "one of 3 files of a split model"),
     ],
 )
 def test_unsupported_settings_are_refused_by_name(tmp_path, metadata, message):
     path = convert(make_model(LlamaConfig), tmp_path / "model.gguf", metadata=[metadata])
     with pytest.raises(UnsupportedError, match=message):
         read_config(path)
-
-
-def test_a_merged_file_is_whole(tmp_path):
-    """``llama-gguf-split --merge`` leaves a count of 0."""
-    metadata = [("split.count", "add_uint16", 0), ("split.tensors.count", "add_int32", 21)]
-    load(convert(make_model(LlamaConfig), tmp_path / "model.gguf", metadata=metadata))
 
 
 def test_length_dependent_scaling_is_refused(tmp_path):
@@ -263,36 +243,13 @@ def test_divisors_together_with_scaling_are_refused(tmp_path):
 
 
 def test_unknown_architecture_lists_the_known(tmp_path):
-    path = convert(make_model(LlamaConfig), tmp_path / "model.gguf", arch="mamba")
+    path = convert(make_model(LlamaConfig), tmp_path / "model.gguf")
+    other = {"general.architecture": ("mamba", gguf.GGUFValueType.STRING)}
+    path = changed(path, other)
     with pytest.raises(UnsupportedError, match=r"'mamba'\. known: llama, .*qwen3, .*qwen3moe, "):
         read_config(path)
 
 
-def changed(path, metadata=(), tensors=()):
-    """A copy of a GGUF file with other keys and tensors; a tensor that is None is left out."""
-    reader, tensors = gguf.GGUFReader(path), dict(tensors)
-    writer = GGUFWriter(path.with_name("changed.gguf"), "")
-    fields = {
-        key: (field.contents(), field.types[0], field.types[-1])
-        for key, field in reader.fields.items()
-        if not key.startswith("GGUF.")
-    }
-    writer.kv_data[0].clear()
-    for key, (value, *types) in (fields | dict(metadata)).items():
-        if value is not None:
-            writer.add_key_value(key, value, *types)
-    stored = {one.name: one.data for one in reader.tensors} | tensors
-    for name, data in stored.items():
-        if data is not None:
-            writer.add_tensor(name, data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path.with_name("changed.gguf")
-
-
-UINT32, BOOL = ((kind, kind) for kind in (gguf.GGUFValueType.UINT32, gguf.GGUFValueType.BOOL))
 GATES = "blk.1.ffn_gate_exps.weight"
 
 
@@ -355,14 +312,22 @@ def test_older_files_have_the_heads_of_latent_attention_whole(tmp_path):
 def test_mistral_small_has_ministral_s_name_in_files(tmp_path):
     _, path = write_family_gguf(tmp_path / "model", "mistral3")
     keys = ("attention.temperature_scale", "rope.scaling.type", "rope.scaling.factor")
-    config = read_config(changed(path, {f"mistral3.{key}": (None, *UINT32) for key in keys}))
+    config = read_config(
+        rewritten(
+            path, tmp_path / "changed.gguf", {f"mistral3.{key}": (None, *UINT32) for key in keys}
+        )
+    )
     assert (config.architecture, config.rope["rope_type"]) == ("MistralForCausalLM", "default")
     assert config.extra["sliding_window"] is None
 
 
 def test_a_gemma_without_windows_sees_all(tmp_path):
     _, path = write_family_gguf(tmp_path / "model", "gemma3")
-    config = read_config(changed(path, {"gemma3.attention.sliding_window": (None, *UINT32)}))
+    config = read_config(
+        rewritten(
+            path, tmp_path / "changed.gguf", {"gemma3.attention.sliding_window": (None, *UINT32)}
+        )
+    )
     assert set(config.extra["layer_types"]) == {"full_attention"}
 
 
@@ -396,9 +361,8 @@ def test_tensors_without_a_use_are_refused(tmp_path):
 
 def test_tensors_of_integers_are_refused(tmp_path):
     path = convert(make_model(LlamaConfig), tmp_path / "plain.gguf")
-    raw = np.zeros((64, 96), np.int8)
-    other = tmp_path / "integers.gguf"
-    copy_with_tensor(path, other, "blk.1.ffn_down.weight", raw, GGMLQuantizationType.I8)
+    raw = {"blk.1.ffn_down.weight": (np.zeros((64, 96), np.int8), GGMLQuantizationType.I8)}
+    other = changed(path, tensors=raw)
     with pytest.raises(UnsupportedError, match=r"blk\.1\.ffn_down\.weight .* has type I8"):
         load(other)
 

@@ -30,6 +30,7 @@ from sametoken.models.load.files import (
     choose_weights,
     weight_files,
 )
+from sametoken.models.load.gguf_names import has_all_parts, models_of
 from sametoken.types.units import in_units
 
 CONFIG = "config.json"
@@ -102,7 +103,7 @@ def find_on_hub(
     hint: Callable[[], str] = str,
     check: Callable[[Path], object] = lambda folder: None,
 ) -> Path:
-    """The directory of a repository's files, or the path of its GGUF file.
+    """The directory of a repository's files, or the path of its GGUF model's first file.
 
     What the cache holds is used without asking the hub, so a branch stays where it was when it
     was downloaded.
@@ -159,11 +160,11 @@ def cached_on_hub(hub_id: HubId, needed: Needed = Needed.MODEL) -> Path | None:
 
 
 def _complete(folder: Path, needed: Needed) -> Path | None:
-    """The folder, or its GGUF file, unless something that is needed is missing."""
+    """The folder, or its GGUF model's first file, unless something that is needed is missing."""
     names = [file.name for file in folder.iterdir() if file.is_file()]
-    gguf_files = _gguf_files(names, needed)
-    if gguf_files:
-        return folder / gguf_files[0] if len(gguf_files) == 1 else None
+    models = _gguf_models(names, needed)
+    if models:
+        return folder / models[0][0] if len(models) == 1 and has_all_parts(models[0]) else None
     if needed is Needed.TOKENIZER:
         is_whole = any(name in names for name in _TOKENIZER)
     elif needed is Needed.ADAPTER:
@@ -197,9 +198,9 @@ def _download(
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     announce(f"fetching {hub_id} from {constants.ENDPOINT} into {constants.HF_HUB_CACHE}")
     begun = time.monotonic()
-    gguf_files = _gguf_files(sizes, needed)
-    if gguf_files:
-        names = [_the_only(hub_id, gguf_files)]
+    models = _gguf_models(sizes, needed)
+    if models:
+        names = _the_only(hub_id, models)
         # All that the hub tells of the file's header.
         architecture = (info.gguf or {}).get("architecture")
         if needed is Needed.MODEL and architecture is not None:
@@ -241,22 +242,24 @@ def _settings(names: Collection[str]) -> list[str]:
     return [name for name in names if name in wanted or _TEMPLATES.fullmatch(name)]
 
 
-def _gguf_files(names: Collection[str], needed: Needed) -> list[str]:
-    """The GGUF files where there are no safetensors; they hold config and tokenizer too."""
+def _gguf_models(names: Collection[str], needed: Needed) -> list[list[str]]:
+    """GGUF files by model where no safetensors are; they hold config and tokenizer too."""
     if needed in (Needed.HEAD, Needed.ADAPTER) or any(
         name.endswith(".safetensors") for name in names
     ):
         return []
-    return [name for name in names if name.lower().endswith(".gguf")]
+    return models_of(name for name in names if name.lower().endswith(".gguf"))
 
 
-def _the_only(hub_id: HubId, gguf_files: list[str]) -> str:
-    if len(gguf_files) > 1:
+def _the_only(hub_id: HubId, models: list[list[str]]) -> list[str]:
+    if len(models) > 1:
+        found = ", ".join(files[0] for files in models)
         raise CheckpointError(
-            f"{hub_id} holds {len(gguf_files)} GGUF files: {clipped(', '.join(gguf_files), 400)}",
-            f"run `{hub_id.command} FILE` for one of them, and give the path that it prints",
+            f"{hub_id} holds {len(models)} GGUF models: {clipped(found, 400)}",
+            f"run `{hub_id.command} FILE` for one of them, with all its files if it is split, and "
+            "give the path of the first",
         )
-    return gguf_files[0]
+    return models[0]
 
 
 def _fetch(hub_id: HubId, names: list[str]) -> Path:

@@ -18,6 +18,7 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.load.gguf_checkpoint import GGUFCheckpoint
+from sametoken.models.load.gguf_names import models_of
 from sametoken.models.load.huggingface import HuggingFaceCheckpoint
 from sametoken.models.load.linear_format import Quantization
 from sametoken.models.load.progress import shown_while_read
@@ -53,7 +54,8 @@ def open_checkpoint(path: str | Path, *, load_format: str = "auto") -> Checkpoin
     """Read the config of a checkpoint.
 
     Args:
-        path: a Hugging Face directory, a GGUF file, or a directory with one GGUF file.
+        path: a Hugging Face directory, a GGUF file, the first one of a split model, or a directory
+            with one GGUF model.
         load_format: "auto", "safetensors", "gguf", "gguf-packed", or "dummy" for a directory
             with config.json, whose weights are ignored.
 
@@ -69,20 +71,23 @@ def open_checkpoint(path: str | Path, *, load_format: str = "auto") -> Checkpoin
         raise CheckpointError(
             f"{path} does not exist", "give a checkpoint directory or a GGUF file"
         )
-    gguf_files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+    names = [file.name for file in path.glob("*.gguf")] if path.is_dir() else []
     has_config = (path / "config.json").is_file()
     as_gguf = load_format in ("gguf", GGUF_PACKED) or (
-        load_format == "auto" and not has_config and bool(gguf_files)
+        load_format == "auto" and not has_config and (path.is_file() or bool(names))
     )
     if not as_gguf:
         if path.is_file():
             raise ConfigError(f"load_format={load_format!r} needs a directory", "give one")
         return HuggingFaceCheckpoint(path, load_format)
-    if len(gguf_files) != 1:
+    if path.is_file():
+        return GGUFCheckpoint(path)
+    models = models_of(names)
+    if len(models) != 1:
         raise CheckpointError(
-            f"{path} holds {len(gguf_files)} GGUF files", "give the path of one GGUF file"
+            f"{path} holds {len(models)} GGUF models", "give the path of one, or of its first file"
         )
-    return GGUFCheckpoint(gguf_files[0])
+    return GGUFCheckpoint(path / models[0][0])
 
 
 def read_config(path: str | Path, *, load_format: str = "auto") -> ModelConfig:

@@ -9,7 +9,7 @@ from typing import Any
 from sametoken.errors import CheckpointError, SametokenError, UnsupportedError, in_words
 from sametoken.io.files import is_there, open_regular
 from sametoken.models.load.files import read_json_object
-from sametoken.models.load.gguf_file import read_gguf
+from sametoken.models.load.gguf_parts import read_first
 from sametoken.text.gguf_tokenizer import LLAMA_3, TEKKEN, build_gguf_tokenizer, pre_tokenizer
 
 #: Largest tokenizer file in bytes; the largest vocabularies take 40 MB.
@@ -74,7 +74,7 @@ def _find_source(path: Path) -> Path:
 def _from_gguf(path: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    metadata = read_gguf(path).metadata
+    metadata = read_first(path).metadata
     tokens = metadata.get("tokenizer.ggml.tokens", [])
     special = {}
     for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):

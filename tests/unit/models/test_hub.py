@@ -172,6 +172,17 @@ def test_a_repository_of_one_gguf_file(hub, files):
     assert hub.downloads == ["model.Q8_0.gguf"]
 
 
+def test_a_repository_of_one_split_gguf_model(hub):
+    names = [f"model-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    hub.add(REPOSITORY, {name: name.encode() for name in [names[2], "README.md", *names[:2]]})
+    path = find()
+    assert path.name == names[0]
+    assert sorted(hub.downloads) == names
+    path.with_name(names[1]).unlink()
+    assert find() == path
+    assert path.with_name(names[1]).is_file()
+
+
 def test_an_unsupported_gguf_file_is_refused_before_it_comes(hub):
     hub.add(REPOSITORY, {"model.gguf": b"GGUF"})
     hub.gguf[REPOSITORY] = {"total": 7, "architecture": "rwkv7", "context_length": 64}
@@ -185,7 +196,7 @@ def test_an_unsupported_gguf_file_is_refused_before_it_comes(hub):
 
 def test_of_several_gguf_files_none_is_downloaded(hub):
     hub.add(REPOSITORY, {"a.gguf": b"GGUF", "b.gguf": b"GGUF"})
-    with pytest.raises(CheckpointError, match=r"holds 2 GGUF files: a\.gguf, b\.gguf") as caught:
+    with pytest.raises(CheckpointError, match=r"holds 2 GGUF models: a\.gguf, b\.gguf") as caught:
         find()
     assert "hf download tiny/llama FILE" in caught.value.remedy
     assert hub.downloads == []

@@ -290,7 +290,7 @@ def test_impossible_arguments(pristine, options):
 
 
 def test_load_format_must_fit_the_path(pristine):
-    with pytest.raises(CheckpointError, match="holds 0 GGUF files"):
+    with pytest.raises(CheckpointError, match="holds 0 GGUF models"):
         load(pristine, load_format="gguf")
     with pytest.raises(ConfigError, match="needs a directory"):
         load(pristine / "model.safetensors", load_format="safetensors")

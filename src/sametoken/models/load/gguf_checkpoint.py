@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from reprlib import repr as short
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,8 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.load.gguf_architecture import HEAD_SIZE, Architecture
 from sametoken.models.load.gguf_architectures import form_of
 from sametoken.models.load.gguf_blocks import Blocks
-from sametoken.models.load.gguf_file import GGUFFile, read_gguf
+from sametoken.models.load.gguf_file import GGUFFile
+from sametoken.models.load.gguf_parts import read_model
 from sametoken.models.load.gguf_settings import ATTENTION_FACTORS
 from sametoken.models.load.gguf_source import (
     AGAIN,
@@ -44,22 +44,15 @@ _DTYPES = {"0": "float32", "1": "float16"}
 
 
 class GGUFCheckpoint:
-    """One GGUF file.
+    """A model in one GGUF file, or in several of which the first is given.
 
     Raises:
-        CheckpointError: the file is corrupt or truncated, or a key is missing.
+        CheckpointError: a file is corrupt, truncated or missing, or a key is missing.
         UnsupportedError: the architecture or one of its settings is not implemented.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = read_gguf(path)
-        num_files = self._file.metadata.get("split.count", 1)
-        # llama-gguf-split --merge leaves 0.
-        if num_files not in (0, 1):
-            raise UnsupportedError(
-                f"{path} is one of {short(num_files)} files of a split model",
-                "merge them with llama-gguf-split --merge",
-            )
+        self._file = read_model(path)
         name = str(self._file.metadata.get("general.architecture"))
         self._settings = Settings(self._file.metadata, str(path), f"{name}.")
         self._architecture = form_of(name, self._settings)
@@ -75,7 +68,7 @@ class GGUFCheckpoint:
         return Blocks({name: tensors[name].type for name in tensors if name not in moved})
 
     def open_tensors(self) -> GGUFSource:
-        """The tensors of the file."""
+        """The tensors of the model."""
         return GGUFSource(self._file, self._architecture, self._settings, self.config)
 
 
@@ -180,7 +173,7 @@ def _values(file: GGUFFile, name: str) -> list[float]:
     if name not in file.tensors or math.prod(file.tensors[name].shape) > MAX_HEAD_DIM:
         raise CheckpointError(f"{file.path}: {name} is missing or too large", AGAIN)
     tensor = file.tensors[name]
-    with open_regular(file.path) as data:
+    with open_regular(tensor.path) as data:
         data.seek(tensor.offset)
         raw = np.fromfile(data, np.uint8, tensor.num_rows * tensor.row_bytes)
     rows = raw.reshape(tensor.num_rows, tensor.row_bytes)

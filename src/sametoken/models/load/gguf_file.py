@@ -55,6 +55,7 @@ class GGUFTensor:
         type: the ggml type of the data.
         offset: file offset of the data.
         row_bytes: bytes of one row, along the innermost dimension.
+        path: the file that holds the data.
     """
 
     name: str
@@ -62,6 +63,7 @@ class GGUFTensor:
     type: GGMLQuantizationType
     offset: int
     row_bytes: int
+    path: Path
 
     @property
     def num_rows(self) -> int:
@@ -75,7 +77,7 @@ class GGUFFile:
 
     Attributes:
         metadata: values as int, float, bool, str, or lists of them.
-        tensors: by name in the file.
+        tensors: by name; of a split model those of all files (``gguf_parts``).
     """
 
     path: Path
@@ -219,4 +221,4 @@ def _tensor(path: Path, cursor: _Cursor) -> GGUFTensor:
     if shape[-1] % block_elements:
         raise ValueError(f"rows of tensor {name} are no multiple of {block_elements} elements")
     row_bytes = shape[-1] // block_elements * block_bytes
-    return GGUFTensor(name, shape, tensor_type, cursor.uint64(), row_bytes)
+    return GGUFTensor(name, shape, tensor_type, cursor.uint64(), row_bytes, path)

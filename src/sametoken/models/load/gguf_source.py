@@ -107,7 +107,6 @@ class GGUFSource:
         self, file: GGUFFile, architecture: Architecture, settings: Settings, config: ModelConfig
     ) -> None:
         self.location = str(file.path)
-        self._path = file.path
         self._tensors = tensors_by_name(file, architecture, module_layers(settings, config))
         self._names = dict.fromkeys(name for name in self._tensors if name not in ROPE_TABLES)
         self._architecture, self._head_dim = architecture, config.head_dim
@@ -175,7 +174,7 @@ class GGUFSource:
         tensor = self._tensors[name]
         together = math.prod(tensor.shape[1:-1])
         step = rows_per_chunk(tensor.shape[-1], self._head_dim_of(tensor) or together)
-        with open_regular(self._path) as file:
+        with open_regular(tensor.path) as file:
             for start, count in self._runs(name):
                 file.seek(tensor.offset + start * tensor.row_bytes)
                 for first in range(0, count, step):
@@ -183,7 +182,7 @@ class GGUFSource:
                     raw = np.fromfile(file, np.uint8, rows * tensor.row_bytes)
                     if raw.size < rows * tensor.row_bytes:
                         raise CheckpointError(
-                            f"{self.location} ends inside tensor {tensor.name}", AGAIN
+                            f"{tensor.path} ends inside tensor {tensor.name}", AGAIN
                         )
                     yield raw.reshape(rows, tensor.row_bytes)
 

@@ -231,5 +231,5 @@ def test_cuts_within_blocks_and_directories_without_a_gguf_file_are_refused(tmp_
     with pytest.raises(ConfigError, match=r"96 features of .*down_proj within a block of 32 of Q4"):
         load(path, "gguf-packed", parallel=SimpleNamespace(size=2, rank=0))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="holds 0 GGUF files"):
+    with pytest.raises(CheckpointError, match="holds 0 GGUF models"):
         load(tmp_path / "empty", "gguf-packed")

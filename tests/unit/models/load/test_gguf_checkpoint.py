@@ -200,7 +200,7 @@ def test_a_directory_with_one_file_is_that_file(tmp_path):
     path = convert(make_model(LlamaConfig), tmp_path / "model.gguf")
     assert read_config(tmp_path) == read_config(path) == read_config(path, load_format="gguf")
     convert(make_model(LlamaConfig), tmp_path / "second.gguf")
-    with pytest.raises(CheckpointError, match="holds 2 GGUF files"):
+    with pytest.raises(CheckpointError, match="holds 2 GGUF models"):
         read_config(tmp_path)
 
 

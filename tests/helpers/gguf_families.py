@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from helpers.checkpoints import write_checkpoint
 from helpers.families import GEMMA_4, SEEING, random_model, write_family
 from helpers.gguf_files import write_converted
 from helpers.gguf_keys import HYBRIDS
-from helpers.hybrids import EXPERTS, FULL, LINEAR, hybrid_config, hybrid_tensors, without_mtp
-from helpers.latents import LATENTS, YARN, write_latent
+from helpers.hybrids import EXPERTS, FULL, LINEAR, hybrid_config, hybrid_tensors
+from helpers.latents import LATENTS, YARN, write_latent, write_nextn
+from helpers.nextn_files import nextn_tensors
 
 #: Three heads of values to each of keys.
 _HYBRID = {
@@ -113,13 +114,19 @@ FAMILIES = {
     "minimax-m2": ("minimax_m2", {}),
     "deepseek2": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0}}),
     "deepseek2-lite": ("deepseek_v2", {}),
+    "deepseek2-flash": ("glm4_moe_lite", {"first_k_dense_replace": 1}),
     "glm4moe": ("glm4_moe", {}),
     "seed_oss": ("seed_oss", {}),
     "hunyuan-dense": ("hunyuan_dense", {"tie_word_embeddings": True}),
     "ernie4_5": ("ernie4_5", {}),
     "ernie4_5-moe": ("ernie4_5_moe", {"moe_num_shared_experts": 1}),
 }
-_NAMES = {"gemma4-small": "gemma4", "olmo3": "olmo2", "deepseek2-lite": "deepseek2"}
+_NAMES = {
+    "gemma4-small": "gemma4",
+    "olmo3": "olmo2",
+    "deepseek2-lite": "deepseek2",
+    "deepseek2-flash": "deepseek2",
+}
 
 
 def write_family_gguf(directory: Path, arch: str, changes=(), **options) -> tuple[Path, Path]:
@@ -132,29 +139,52 @@ def write_family_gguf(directory: Path, arch: str, changes=(), **options) -> tupl
         options: of ``write_converted``.
     """
     family, own = FAMILIES[arch]
+    own = own | dict(changes)
     if arch in HYBRIDS:
-        _write_hybrid(directory, family, **own | dict(changes))
+        _write_hybrid(directory, family, **own)
     elif family in SEEING and arch.endswith("vl"):
         random_model(SEEING[family](), seed=0).save_pretrained(directory)
+    elif family == "glm4_moe_lite":
+        write_nextn(directory, family, **own)
     else:
         write = write_latent if family in LATENTS else write_family
-        write(directory, family, **own | dict(changes))
-    config = json.loads((directory / "config.json").read_text())
+        write(directory, family, **own)
+        if family == "glm4_moe":
+            _add_nextn(directory)
     # transformers writes some of Gemma 4's sizes by layer, which the converter reads as they were.
     sizes = GEMMA_4 | own if family == "gemma4" else {}
-    config = sizes | config.get("text_config", config)
-    path = directory.with_suffix(".gguf")
+    return directory, gguf_of(directory, _NAMES.get(arch, arch), sizes, **options)
+
+
+def gguf_of(directory: Path, name: str, sizes=(), **options) -> Path:
+    """The file beside a checkpoint that the converter makes of it.
+
+    Args:
+        directory: of the checkpoint.
+        name: of the architecture in GGUF's words.
+        sizes: for keys that config.json has otherwise, or not.
+        options: of ``write_converted``.
+    """
+    config = json.loads((directory / "config.json").read_text())
+    config = dict(sizes) | config.get("text_config", config)
     stored = load_file(directory / "model.safetensors")
-    write_converted(path, _NAMES.get(arch, arch), config, stored, **options)
-    return directory, path
+    return write_converted(directory.with_suffix(".gguf"), name, config, stored, **options)
 
 
 def _write_hybrid(directory, family, architectures=None, **changes):
-    """With decays whose logarithms a file can say, which has their exponentials."""
     config = hybrid_config(family, **changes)
     config["architectures"] = architectures or config["architectures"]
-    tensors = without_mtp(hybrid_tensors(config))
-    for name in [name for name in tensors if name.endswith(".A_log")]:
-        while not torch.equal(tensors[name], again := tensors[name].exp().log()):
-            tensors[name] = again
-    write_checkpoint(directory, config, tensors)
+    tensors = hybrid_tensors(config)
+    write_checkpoint(directory, config, with_published_decays(tensors))
+
+
+def with_published_decays(tensors: dict) -> dict:
+    """The tensors, with values of bf16 for the logarithms of which a file has the exponentials."""
+    decays = {name: data.bfloat16().float() for name, data in tensors.items() if "A_log" in name}
+    return tensors | decays
+
+
+def _add_nextn(directory):
+    path = directory / "model.safetensors"
+    config, tensors = AutoConfig.from_pretrained(directory), load_file(path)
+    save_file(tensors | nextn_tensors(config, tensors, seed=0), path)

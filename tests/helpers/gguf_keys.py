@@ -10,13 +10,22 @@ HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
 INTERLEAVED = ("llama", "granite", "smollm3", "mistral3")
 
 
+def num_modules(arch, config):
+    """Modules for more tokens that the converter takes over."""
+    if arch == "glm4moe" or config["model_type"] == "glm4_moe_lite":
+        return config["num_nextn_predict_layers"]
+    return config.get("mtp_num_hidden_layers", 0) if arch.startswith("qwen35") else 0
+
+
 def add_keys(writer, arch, config):
     ropes = config.get("rope_parameters") or {"rope_type": "default", **config}
     rope = ropes.get("full_attention", ropes)
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    modules = config.get("num_nextn_predict_layers") or 0
-    writer.add_block_count(config["num_hidden_layers"] + (modules if arch == "glm4moe" else 0))
+    modules = num_modules(arch, config)
+    if modules:
+        writer.add_nextn_predict_layers(modules)
+    writer.add_block_count(config["num_hidden_layers"] + modules)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_head_count(heads)
@@ -84,6 +93,7 @@ def _add_latent_sizes(writer, config, rope):
     writer.add_rope_dimension_count(rotated)
     if config["model_type"] == "deepseek_v3":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config["model_type"] != "deepseek_v2":
         writer.add_expert_weights_norm(config["norm_topk_prob"])
     if "mscale_all_dim" in rope:
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
@@ -140,7 +150,6 @@ def _add_optional(writer, arch, config):
     elif config.get("moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if arch == "glm4moe":
-        writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if sliding:

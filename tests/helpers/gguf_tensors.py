@@ -7,7 +7,7 @@ import re
 import gguf
 import torch
 
-from helpers.gguf_keys import HYBRIDS, INTERLEAVED
+from helpers.gguf_keys import HYBRIDS, INTERLEAVED, num_modules
 
 _CENTRED = ("gemma3", *HYBRIDS)
 #: Of Gemma 4's router.
@@ -15,6 +15,16 @@ _OF_ROUTER = {
     "scale": "ffn_gate_inp.scale",
     "per_expert_scale": "ffn_down_exps.scale",
 }
+#: The module of Qwen3.5, below ``mtp``, as that of GLM is called.
+_OF_MTP = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
+}
+_NEXTN = re.compile(
+    r"model\.layers\.(\d+)\.(eh_proj|enorm|hnorm|embed_tokens|shared_head\.\w+)\.weight"
+)
 #: Tensors that the converter calls otherwise before it looks up their names.
 _RENAMED = (
     (r"self_attn\.sinks$", "self_attn.sinks.weight"),
@@ -33,6 +43,10 @@ def converted_tensors(arch, config, stored):
     names = gguf.get_tensor_name_map(keys[arch], config["num_hidden_layers"] + 1)
     text = {name: data for name, data in stored.items() if "visual." not in name}
     plain = {name.replace(".language_model.", "."): data for name, data in text.items()}
+    modules, layers = num_modules(arch, config), config["num_hidden_layers"]
+    plain = {_past_layers(name, layers): data for name, data in plain.items()}
+    dropped = () if modules else (f"model.layers.{layers}.",)
+    plain = {name: data for name, data in plain.items() if not name.startswith(dropped)}
     for name, data in _stacked(plain).items():
         for part, values in _parts(arch, name, data, config):
             yield (
@@ -62,7 +76,20 @@ def _stacked(stored):
     return found
 
 
+def _past_layers(name, layers):
+    """Qwen's module as the layer past the last."""
+    _, _, own = name.rpartition("mtp.")
+    if own == name:
+        return name
+    if own.startswith("layers."):
+        return name.replace("mtp.layers.0", f"model.layers.{layers}")
+    module, _, ending = own.partition(".")
+    return f"model.layers.{layers}.{_OF_MTP[module]}.{ending}"
+
+
 def _new_name(names, name):
+    if match := _NEXTN.fullmatch(name):
+        return f"blk.{match[1]}.nextn.{match[2].replace('.', '_')}.weight"
     before, _, end = name.partition(".router.")
     if end in _OF_ROUTER:
         return f"blk.{before.split('.')[-1]}.{_OF_ROUTER[end]}"

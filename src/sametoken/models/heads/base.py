@@ -17,7 +17,7 @@ from sametoken.errors import DrafterMismatchError, UnsupportedError
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS
-from sametoken.models.heads.stored_names import NamedSource, head_source
+from sametoken.models.heads.stored_names import head_source, with_prefix
 from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
@@ -312,10 +312,11 @@ class HeadCheckpoint(ABC, Generic[Head]):
 
     def _open(self, prefix: str = "") -> TensorSource:
         """The tensors with a prefix, of all that the checkpoint holds."""
-        if self._given is None:
-            return open_weights(self._directory, prefix)
-        names = (name for name in self._given.names() if name.startswith(prefix))
-        return NamedSource(self._given, {name: name for name in names})
+        return self._stored(prefix) if self._given is None else with_prefix(self._given, prefix)
+
+    def _stored(self, prefix: str) -> TensorSource:
+        """The tensors with a prefix on disk."""
+        return open_weights(self._directory, prefix)
 
     def _open_tensors(self) -> TensorSource:
         """The head's tensors by the names that ``_build`` reads."""

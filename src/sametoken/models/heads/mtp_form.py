@@ -29,9 +29,11 @@ from sametoken.models.heads.base import (
     index_of,
     require_sizes,
 )
+from sametoken.models.heads.stored_names import with_prefix
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.settings import Settings
-from sametoken.models.loader import read_config
+from sametoken.models.load.sources import TensorSource
+from sametoken.models.loader import open_checkpoint
 from sametoken.ops.backend import AttentionRows, KeptRows
 from sametoken.ops.cache_types import LayerCache
 from sametoken.state.caches import ModelCache
@@ -127,8 +129,12 @@ class ModuleCheckpoint(HeadCheckpoint[Head]):
 
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         super().__init__(directory, load_format=load_format)
-        self.config = read_config(directory, load_format=load_format)
+        self._checkpoint = open_checkpoint(directory, load_format=load_format)
+        self.config = self._checkpoint.config
         self.quantization = read_quantization(self.config.extra, str(directory))
+
+    def _stored(self, prefix: str) -> TensorSource:
+        return with_prefix(self._checkpoint.open_tensors(), prefix)
 
     def require_fit(self, target: ModelConfig) -> None:
         """Refuse a target of another vocabulary or hidden size."""

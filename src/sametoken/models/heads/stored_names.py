@@ -90,6 +90,11 @@ class NamedAsStored:
         """None: no such head has experts."""
 
 
+def with_prefix(source: TensorSource, prefix: str) -> NamedSource:
+    """The tensors with a prefix, under their own names."""
+    return NamedSource(source, {name: name for name in source.names() if name.startswith(prefix)})
+
+
 def head_source(source: TensorSource) -> NamedSource:
     """A head's floating-point tensors under the same names in either checkpoint layout."""
     names = {_renamed(name): name for name in source.names()}

@@ -16,7 +16,7 @@ EACH = "*"
 #: An expert's gate above its up.
 GATE_UP = f"{EACH}.gate_up_proj"
 
-_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>[\w.]+?)(?:\.(?P<ending>weight|bias))?")
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<stem>[\w.]+?)(?:\.(?P<ending>weight|bias))?")
 _NAMES: Mapping[str, str] = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -86,18 +86,31 @@ def _no_turns(settings: Settings) -> dict[str, Turns]:
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleNames:
+    """Names in a module for more tokens, which files have as the layer past the model's own.
+
+    Attributes:
+        layer: what the names of its layer begin with, with the layer's number for {}.
+        own: its other modules by the file's names, likewise.
+    """
+
+    layer: str
+    own: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """A GGUF architecture as a Hugging Face class.
 
     Attributes:
         name: the class.
         names: modules, or tensors with their endings, by the file's names; beside those of all.
+        module: names in a module for more tokens; None: it has none that is read.
         interleaved: whether llama.cpp rotates element 2j of q and k with 2j + 1, for which its
             converter reorders rows; our kernels rotate j with j + head_dim / 2.
         turns: tensors with heads of values by turns, by ends of their names.
         added_to_norms: what the converter adds to the weights of norms.
-        plain_norms: ends of names of norms to which it adds nothing.
-        negated_exponentials: ends of names of tensors of which a file has -exp.
+        plain_norms: ends of names in files of norms to which it adds nothing.
         missing_axes: axes of one element that the converter leaves out, by ends of names.
         sizes: counts without which there is no model, by their keys in config.json.
         keys: other settings, by their keys in config.json; an absent one keeps the class's default.
@@ -114,11 +127,11 @@ class Architecture:
 
     name: str
     names: Mapping[str, str] = field(default_factory=dict)
+    module: ModuleNames | None = None
     interleaved: bool = False
     turns: Callable[[Settings], dict[str, Turns]] = _no_turns
     added_to_norms: float = 0.0
     plain_norms: tuple[str, ...] = ()
-    negated_exponentials: tuple[str, ...] = ()
     missing_axes: Mapping[str, int] = field(default_factory=dict)
     sizes: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -175,13 +188,27 @@ class Architecture:
             return max(one.integer(key) for one in each)
         return settings.integer(key, default)
 
-    def hugging_face_name(self, name: str) -> str:
-        """A tensor's name in checkpoints of transformers; one that has none keeps its own."""
+    def hugging_face_name(self, name: str, module_layers: range) -> str | None:
+        """A tensor's name in checkpoints of transformers; one that has none keeps its own.
+
+        Args:
+            name: in the file.
+            module_layers: the layers past the model's own.
+
+        Returns:
+            None of a tensor of a module that is not read.
+        """
         match = _NAME.fullmatch(name)
         if match is None:
             return name
         names, (stem, ending) = {**_NAMES, **self.names}, match.group("stem", "ending")
         layer = f"model.layers.{match['layer']}." if match["layer"] else ""
+        if layer and (index := int(match["layer"])) in module_layers:
+            if self.module is None or index > module_layers.start:
+                return None
+            layer = self.module.layer.format(index)
+            if stem in self.module.own:
+                return f"{self.module.own[stem].format(index)}.{ending}"
         if whole := names.get(stem if ending is None else f"{stem}.{ending}"):
             return layer + whole
         return f"{layer}{names[stem]}.{ending}" if ending and stem in names else name

@@ -12,9 +12,10 @@ from reprlib import repr as short
 
 from sametoken.errors import UnsupportedError
 from sametoken.models.load import gguf_settings
-from sametoken.models.load.gguf_architecture import EACH, GATE_UP, Architecture
+from sametoken.models.load.gguf_architecture import EACH, GATE_UP, Architecture, ModuleNames
 from sametoken.models.load.gguf_settings import (
     ATTENTION_FACTORS,
+    CORRECTION,
     FEED_FORWARD,
     KV_HEADS,
     LOG_MULTIPLIER,
@@ -86,12 +87,32 @@ _MIXTRAL = Architecture(
     interleaved=True,
     sizes={"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
 )
+_NEXTN = ModuleNames(
+    "model.layers.{}.",
+    {
+        "nextn.eh_proj": "model.layers.{}.eh_proj",
+        "nextn.enorm": "model.layers.{}.enorm",
+        "nextn.hnorm": "model.layers.{}.hnorm",
+        "nextn.embed_tokens": "model.layers.{}.embed_tokens",
+        "nextn.shared_head_head": "model.layers.{}.shared_head.head",
+        "nextn.shared_head_norm": "model.layers.{}.shared_head.norm",
+    },
+)
+_MTP_OF_QWEN = ModuleNames(
+    "mtp.layers.0.",
+    {
+        "nextn.eh_proj": "mtp.fc",
+        "nextn.enorm": "mtp.pre_fc_norm_embedding",
+        "nextn.hnorm": "mtp.pre_fc_norm_hidden",
+        "nextn.shared_head_norm": "mtp.norm",
+    },
+)
 _QWEN3_NEXT = Architecture(
     "Qwen3NextForCausalLM",
     names={**_NAMES_OF_LINEAR, **_NAMES_OF_SHARED},
     added_to_norms=1.0,
-    plain_norms=("linear_attn.norm.weight",),
-    negated_exponentials=("linear_attn.A_log",),
+    module=_MTP_OF_QWEN,
+    plain_norms=("ssm_norm.weight",),
     missing_axes={"shared_expert_gate.weight": 0, "linear_attn.conv1d.weight": 1},
     sizes={**_ROUTED_AND_SHARED, **_OF_LINEAR},
     keys={"full_attention_interval": "full_attention_interval"},
@@ -214,7 +235,8 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     "smollm3": Architecture("SmolLM3ForCausalLM", interleaved=True),
     "glm4moe": Architecture(
         "Glm4MoeForCausalLM",
-        names={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+        module=_NEXTN,
+        names={CORRECTION: "mlp.gate.e_score_correction_bias"},
         sizes=_OF_DEEPSEEK,
         keys={
             "n_shared_experts": "expert_shared_count",
@@ -231,6 +253,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "deepseek2": Architecture(
         "DeepseekV3ForCausalLM",
+        module=_NEXTN,
         names={
             "attn_q_a": "self_attn.q_a_proj",
             "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -240,7 +263,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
             "attn_kv_b": "self_attn.kv_b_proj",
             "attn_k_b": "self_attn.k_b_proj",
             "attn_v_b": "self_attn.v_b_proj",
-            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+            CORRECTION: "mlp.gate.e_score_correction_bias",
         },
         sizes={**_OF_DEEPSEEK, "kv_lora_rank": "attention.kv_lora_rank"},
         keys={
@@ -262,7 +285,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
         "MiniMaxM2ForCausalLM",
         names={
             **_NAMES_OF_MIXTRAL,
-            "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
+            CORRECTION: "block_sparse_moe.e_score_correction_bias",
         },
         sizes={
             "n_routed_experts": "expert_count",
@@ -283,7 +306,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
     "ernie4_5-moe": Architecture(
         "Ernie4_5_MoeForCausalLM",
-        names={"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
+        names={CORRECTION: "mlp.moe_statics.e_score_correction_bias"},
         sizes=_OF_DEEPSEEK,
         keys={
             "n_shared_experts": "expert_shared_count",

@@ -101,7 +101,7 @@ def _model_config(file: GGUFFile, settings: Settings, architecture: Architecture
         "rope_scaling": rope,
         "partial_rotary_factor": _rotated(settings, architecture, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in file.tensors),
         "eos_token_id": _end_ids(vocabulary, vocab_size, architecture.all_ends),
         "bos_token_id": next(iter(vocabulary.token_ids("bos_token_id", vocab_size)), None),
         "dtype": _DTYPES.get(str(file.metadata.get("general.file_type")), "bfloat16"),

@@ -19,6 +19,7 @@ PATTERN = "attention.sliding_window_pattern"
 ATTENTION_FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
 QUERY_GROWTH, LOG_MULTIPLIER = "attention.temperature_scale", "rope.scaling.yarn_log_multiplier"
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
+CORRECTION = "exp_probs_b.bias"
 
 
 def _windows(settings: Settings, every: int) -> dict[str, Any]:
@@ -124,7 +125,9 @@ def ministral_yarn(settings: Settings) -> dict[str, Any]:
 
 
 def deepseek2(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
-    """V3 behind a sigmoid router, else V2.
+    """V3 behind a sigmoid router, else V2; files of GLM-4.7-Flash do not say which.
+
+    Only a sigmoid's scores are corrected.
 
     Sizes of a head are those of the model, or in newer files, where ``key_length`` is that of a
     latent, have keys of their own. Files without groups run without them.
@@ -133,7 +136,8 @@ def deepseek2(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str
     ending = "_mla" if is_new else ""
     key, value = (settings.integer(f"attention.{one}_length{ending}") for one in ("key", "value"))
     rope, groups = settings.integer("rope.dimension_count"), settings.get("expert_group_count", 1)
-    is_v3 = settings.get("expert_gating_func") == SIGMOID
+    is_corrected = any(name.endswith(CORRECTION) for name in tensors)
+    is_v3 = settings.get("expert_gating_func", SIGMOID if is_corrected else SOFTMAX) == SIGMOID
     return {
         "architectures": [f"Deepseek{'V3' if is_v3 else 'V2'}ForCausalLM"],
         "num_key_value_heads": settings.integer("attention.head_count"),

@@ -24,12 +24,13 @@ AGAIN = "download or convert the file again"
 #: Elements dequantized at once: few calls, and temporaries that stay in a core's cache.
 _AT_ONCE = 1 << 17
 _INTERLEAVED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
-_LAYER = re.compile(r"blk\.(\d{1,9})\.")
 #: Tables of rope, which are settings: no model reads them.
 ROPE_FREQUENCIES = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TABLES = (ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS)
-_OF_NORMS, _OF_LINEAR = "norm.weight", ".linear_attn."
+_OF_NORMS, _OF_DECAYS, _OF_LINEAR = "norm.weight", ".ssm_a", ".linear_attn."
+#: Twice the error of a logarithm of an exponential in fp32 with an error of one unit.
+_OF_ROUNDING = 2**-22
 #: Of matrices and biases of experts: three times those of the largest model.
 _MAX_OF_EXPERTS = 1 << 18
 
@@ -42,15 +43,15 @@ def tensors_by_name(
     Args:
         file: the parsed header.
         architecture: the file's.
-        layers: those of a module for more tokens, which no model reads.
+        layers: those past the model's own.
 
     Raises:
         CheckpointError: a stack of experts is none, or of more than any model has.
     """
     found: dict[str, GGUFTensor] = {}
     for own, tensor in file.tensors.items():
-        name = architecture.hugging_face_name(own)
-        if (layer := _LAYER.match(own)) and int(layer[1]) in layers:
+        name = architecture.hugging_face_name(own, layers)
+        if name is None:
             continue
         if EACH in name:
             experts = _experts(file, tensor, most=_MAX_OF_EXPERTS - len(found))
@@ -126,7 +127,7 @@ class GGUFSource:
         for raw in self._rows(name):
             values = dequantized(raw, tensor, self.location).view(-1, *tensor.shape[1:])
             values = self._in_order(values, tensor)
-            yield self._as_stored(name, values if columns is None else values[..., columns])
+            yield self._as_stored(tensor, values if columns is None else values[..., columns])
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """Bytes of blocks."""
@@ -137,11 +138,11 @@ class GGUFSource:
         for raw in self._rows(name):
             yield self._in_order(torch.from_numpy(raw), self._tensors[name])
 
-    def _as_stored(self, name: str, values: Tensor) -> Tensor:
+    def _as_stored(self, tensor: GGUFTensor, values: Tensor) -> Tensor:
         """Values as checkpoints of transformers have them."""
-        architecture = self._architecture
-        if name.endswith(architecture.negated_exponentials):
-            return (-values).log()
+        name, architecture = tensor.name, self._architecture
+        if name.endswith(_OF_DECAYS):
+            return logarithms(-values)
         is_moved = name.endswith(_OF_NORMS) and not name.endswith(architecture.plain_norms)
         added = architecture.added_to_norms if is_moved else 0.0
         return values - added if added else values
@@ -190,6 +191,19 @@ class GGUFSource:
 def turns_of(turns: Mapping[str, Turns], name: str) -> Turns | None:
     """Those of the tensor of a name."""
     return turns.get(name.rpartition(_OF_LINEAR)[2])
+
+
+def logarithms(decays: Tensor) -> Tensor:
+    """fp32 ``A_log`` of which a file has the exponentials in fp32.
+
+    Where all that the checkpoint had are values of bf16, as published ones are, 0 and those beyond
+    2^-13 come back whatever machine made the file. Else, with exponentials that are rounded
+    correctly, values of 1 and more come back, and smaller ones have the same exponentials, which
+    several may have.
+    """
+    exact = decays.double().log()
+    rounded = exact.bfloat16().double()
+    return (rounded if (rounded - exact).abs().max() < _OF_ROUNDING else exact).float()
 
 
 def module_layers(settings: Settings, config: ModelConfig) -> range:

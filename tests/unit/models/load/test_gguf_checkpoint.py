@@ -287,14 +287,6 @@ def test_spoilt_files_of_families_are_refused_by_name(
         load(changed(path, keys, others))
 
 
-def test_layers_of_a_nextn_module_are_not_the_target_s(tmp_path):
-    directory, path = write_family_gguf(tmp_path / "model", "glm4moe")
-    own = {"blk.3.nextn.eh_proj.weight": np.zeros((32, 64), np.float32)}
-    own["blk.3.ffn_gate_exps.weight"] = np.zeros((6, 16, 32), np.float32)
-    found, wanted = (load(each) for each in (changed(path, tensors=own), directory))
-    assert torch.equal(*(Bench(model).logits(PROMPT, []) for model in (found, wanted)))
-
-
 def test_older_files_have_the_heads_of_latent_attention_whole(tmp_path):
     """Before llama.cpp#12801: sizes of heads, and ``kv_b_proj`` as it is."""
     directory, path = write_family_gguf(tmp_path / "model", "deepseek2")

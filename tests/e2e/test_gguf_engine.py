@@ -1,0 +1,75 @@
+"""Engines of GGUF files beside those of the checkpoints that the files are made of."""
+
+from __future__ import annotations
+
+import pytest
+from gguf import GGMLQuantizationType
+
+from helpers.checkpoints import write_checkpoint
+from helpers.gguf_families import gguf_of, with_published_decays, write_family_gguf
+from helpers.gguf_files import rewritten
+from helpers.harness import run
+from helpers.hybrids import EXPERTS, FULL, LINEAR, twin_config, twin_tensors
+from helpers.latents import write_twin
+from helpers.small_engines import build, mtp, plain, requests
+from sametoken.errors import CheckpointError
+
+
+def recurrent_twin(directory):
+    sizes = {"layer_types": [LINEAR, LINEAR, FULL], "num_hidden_layers": 3}
+    config = twin_config(**sizes, full_attention_interval=3)
+    write_checkpoint(directory, config, with_published_decays(twin_tensors(config, seed=6)))
+    return directory, gguf_of(directory, "qwen35")
+
+
+def latent_twin(directory):
+    write_twin(directory)
+    return directory, gguf_of(directory, "deepseek2", {"first_k_dense_replace": 1})
+
+
+def outcome(path, spec, **options):
+    drafted = run(build(path, spec, dtype="float32", **options), requests())
+    return drafted.tokens, drafted.offered, drafted.accepted
+
+
+@pytest.mark.parametrize("write", [recurrent_twin, latent_twin])
+def test_a_module_that_is_the_target_is_it_in_a_file_too(tmp_path, write):
+    directory, path = write(tmp_path / "model")
+    found, wanted = (outcome(each, mtp(3)) for each in (path, directory))
+    assert found == wanted
+    tokens, offered, accepted = found
+    assert tokens == plain(path)
+    assert accepted > 0.9 * offered
+
+
+@pytest.mark.parametrize("arch", ["qwen35moe", "glm4moe"])
+def test_a_module_drafts_from_a_file_as_from_the_checkpoint(tmp_path, arch):
+    changes = EXPERTS if arch == "qwen35moe" else {}
+    directory, path = write_family_gguf(tmp_path / "model", arch, changes)
+    found, wanted = (outcome(each, mtp(2)) for each in (path, directory))
+    assert found == wanted
+    tokens, offered, _ = found
+    assert tokens == plain(path)
+    assert offered > 0
+
+
+def test_a_module_drafts_for_a_target_in_its_bits(tmp_path):
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
+    tensor_type = GGMLQuantizationType.Q4_1
+    _, path = write_family_gguf(tmp_path / "model", "glm4moe", sizes, tensor_type=tensor_type)
+    packed = {"load_format": "gguf-packed"}
+    tokens, offered, _ = outcome(path, mtp(2), **packed)
+    assert tokens == outcome(path, None, **packed)[0]
+    assert offered > 0
+
+
+@pytest.mark.parametrize(("arch", "kind"), [("glm4moe", "NextN"), ("qwen35", "multi-token")])
+def test_a_file_without_the_module_s_tensors_is_refused(tmp_path, arch, kind):
+    _, path = write_family_gguf(tmp_path / "model", arch)
+    layer = {"glm4moe": 3, "qwen35": 4}[arch]
+    names = ("eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head_head", "shared_head_norm")
+    missing = dict.fromkeys(f"blk.{layer}.nextn.{name}.weight" for name in names)
+    path = rewritten(path, tmp_path / "changed.gguf", tensors=missing)
+    plain(path)
+    with pytest.raises(CheckpointError, match=f"changed.gguf holds no {kind}.* module"):
+        build(path, mtp(2))

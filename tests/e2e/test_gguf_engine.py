@@ -6,7 +6,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from helpers.checkpoints import write_checkpoint
-from helpers.gguf_families import gguf_of, with_published_decays, write_family_gguf
+from helpers.gguf_families import gguf_of, write_family_gguf
 from helpers.gguf_files import rewritten
 from helpers.harness import run
 from helpers.hybrids import EXPERTS, FULL, LINEAR, twin_config, twin_tensors
@@ -14,11 +14,13 @@ from helpers.latents import write_twin
 from helpers.small_engines import build, mtp, plain, requests
 from sametoken.errors import CheckpointError
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+
 
 def recurrent_twin(directory):
     sizes = {"layer_types": [LINEAR, LINEAR, FULL], "num_hidden_layers": 3}
     config = twin_config(**sizes, full_attention_interval=3)
-    write_checkpoint(directory, config, with_published_decays(twin_tensors(config, seed=6)))
+    write_checkpoint(directory, config, twin_tensors(config, seed=6))
     return directory, gguf_of(directory, "qwen35")
 
 
@@ -60,6 +62,28 @@ def test_a_module_drafts_for_a_target_in_its_bits(tmp_path):
     packed = {"load_format": "gguf-packed"}
     tokens, offered, _ = outcome(path, mtp(2), **packed)
     assert tokens == outcome(path, None, **packed)[0]
+    assert offered > 0
+
+
+@pytest.mark.parametrize(
+    "arch", ["granitehybrid", "granitehybrid-bamba", "falcon-h1", "nemotron_h", "nemotron_h_moe"]
+)
+def test_a_hybrid_of_mamba_2_is_its_checkpoint(tmp_path, arch):
+    directory, path = write_family_gguf(tmp_path / "model", arch)
+    found, wanted = (outcome(each, NGRAM) for each in (path, directory))
+    assert found == wanted
+    tokens, offered, _ = found
+    assert tokens == outcome(path, None)[0]
+    assert offered > 0
+
+
+@pytest.mark.parametrize("arch", ["granitehybrid", "nemotron_h_moe"])
+def test_drafts_change_no_token_of_a_hybrid_in_its_bits(tmp_path, arch):
+    sizes = {"hidden_size": 64, "intermediate_size": 64}
+    tensor_type = GGMLQuantizationType.Q8_0
+    _, path = write_family_gguf(tmp_path / "model", arch, sizes, tensor_type=tensor_type)
+    tokens, offered, _ = outcome(path, NGRAM, load_format="gguf-packed")
+    assert tokens == outcome(path, None, load_format="gguf-packed")[0]
     assert offered > 0
 
 

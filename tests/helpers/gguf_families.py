@@ -14,6 +14,7 @@ from helpers.gguf_files import write_converted
 from helpers.gguf_keys import HYBRIDS
 from helpers.hybrids import EXPERTS, FULL, LINEAR, hybrid_config, hybrid_tensors
 from helpers.latents import LATENTS, YARN, write_latent, write_nextn
+from helpers.nemotron import EPS, write_nemotron
 from helpers.nextn_files import nextn_tensors
 
 #: Three heads of values to each of keys.
@@ -95,6 +96,33 @@ FAMILIES = {
             },
         },
     ),
+    "granitehybrid": ("granite_hybrid", {"embedding_multiplier": 3.0}),
+    "granitehybrid-dense": (
+        "granite_hybrid",
+        {"num_local_experts": 0, "mamba_conv_bias": False, "attention_bias": True},
+    ),
+    "granitehybrid-bamba": ("bamba", {"attn_rotary_emb": 4, "mamba_proj_bias": True}),
+    "falcon-h1": (
+        "falcon_h1",
+        {
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "embedding_multiplier": 4.0,
+            "lm_head_multiplier": 0.5,
+            "key_multiplier": 0.5,
+            "attention_in_multiplier": 2.0,
+            "attention_out_multiplier": 0.5,
+            "ssm_in_multiplier": 0.25,
+            "ssm_out_multiplier": 2.0,
+            "mlp_multipliers": [0.5, 2.0],
+            "ssm_multipliers": [0.5, 2.0, 4.0, 1.0, 2.0],
+        },
+    ),
+    "nemotron_h": ("nemotron", {"pattern": "M-*M-", "num_hidden_layers": 5}),
+    "nemotron_h_moe": (
+        "nemotron",
+        {"pattern": "ME*ME", "num_hidden_layers": 5, "moe_latent_size": 8},
+    ),
     "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 4}),
     "mistral3": (
         "ministral3",
@@ -121,8 +149,12 @@ FAMILIES = {
     "ernie4_5": ("ernie4_5", {}),
     "ernie4_5-moe": ("ernie4_5_moe", {"moe_num_shared_experts": 1}),
 }
+#: That config.json implies, or has by other names.
+NEMOTRON_KEYS = {"norm_topk_prob": True, "n_group": 1, "topk_group": 1, "rms_norm_eps": EPS}
 _NAMES = {
     "gemma4-small": "gemma4",
+    "granitehybrid-dense": "granitehybrid",
+    "granitehybrid-bamba": "granitehybrid",
     "olmo3": "olmo2",
     "deepseek2-lite": "deepseek2",
     "deepseek2-flash": "deepseek2",
@@ -146,18 +178,22 @@ def write_family_gguf(directory: Path, arch: str, changes=(), **options) -> tupl
         random_model(SEEING[family](), seed=0).save_pretrained(directory)
     elif family == "glm4_moe_lite":
         write_nextn(directory, family, **own)
+    elif family == "nemotron":
+        write_nemotron(directory, **own)
     else:
         write = write_latent if family in LATENTS else write_family
         write(directory, family, **own)
         if family == "glm4_moe":
             _add_nextn(directory)
     # transformers writes some of Gemma 4's sizes by layer, which the converter reads as they were.
-    sizes = GEMMA_4 | own if family == "gemma4" else {}
+    sizes = GEMMA_4 | own if family == "gemma4" else NEMOTRON_KEYS if family == "nemotron" else {}
     return directory, gguf_of(directory, _NAMES.get(arch, arch), sizes, **options)
 
 
 def gguf_of(directory: Path, name: str, sizes=(), **options) -> Path:
     """The file beside a checkpoint that the converter makes of it.
+
+    Logarithms of decays become values of bf16, as published ones are: a file has exponentials.
 
     Args:
         directory: of the checkpoint.
@@ -167,21 +203,18 @@ def gguf_of(directory: Path, name: str, sizes=(), **options) -> Path:
     """
     config = json.loads((directory / "config.json").read_text())
     config = dict(sizes) | config.get("text_config", config)
-    stored = load_file(directory / "model.safetensors")
-    return write_converted(directory.with_suffix(".gguf"), name, config, stored, **options)
+    weights = directory / "model.safetensors"
+    stored = load_file(weights)
+    decays = {key: data.bfloat16().float() for key, data in stored.items() if "A_log" in key}
+    save_file(stored | decays, weights)
+    path = directory.with_suffix(".gguf")
+    return write_converted(path, name, config, stored | decays, **options)
 
 
 def _write_hybrid(directory, family, architectures=None, **changes):
     config = hybrid_config(family, **changes)
     config["architectures"] = architectures or config["architectures"]
-    tensors = hybrid_tensors(config)
-    write_checkpoint(directory, config, with_published_decays(tensors))
-
-
-def with_published_decays(tensors: dict) -> dict:
-    """The tensors, with values of bf16 for the logarithms of which a file has the exponentials."""
-    decays = {name: data.bfloat16().float() for name, data in tensors.items() if "A_log" in name}
-    return tensors | decays
+    write_checkpoint(directory, config, hybrid_tensors(config))
 
 
 def _add_nextn(directory):

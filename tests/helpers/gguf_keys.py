@@ -6,8 +6,13 @@ import math
 
 import gguf
 
+from helpers.gguf_mamba2 import ARCHITECTURES, add_mamba2_keys
+
 HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
-INTERLEAVED = ("llama", "granite", "smollm3", "mistral3")
+INTERLEAVED = (
+    *("llama", "granite", "smollm3", "mistral3"),
+    *("granitehybrid", "nemotron_h", "nemotron_h_moe"),
+)
 
 
 def num_modules(arch, config):
@@ -22,10 +27,7 @@ def add_keys(writer, arch, config):
     rope = ropes.get("full_attention", ropes)
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    modules = num_modules(arch, config)
-    if modules:
-        writer.add_nextn_predict_layers(modules)
-    writer.add_block_count(config["num_hidden_layers"] + modules)
+    _add_layers(writer, config["num_hidden_layers"], num_modules(arch, config))
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_head_count(heads)
@@ -39,7 +41,7 @@ def add_keys(writer, arch, config):
         _add_latent_sizes(writer, config, rope)
     elif arch == "gemma4":
         _add_sizes_by_layer(writer, config)
-    elif config.get("head_dim") and arch not in ("granite", "phi3"):
+    elif config.get("head_dim") and arch not in ("granite", "granitehybrid", "phi3"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if local := ropes.get("sliding_attention"):
@@ -49,15 +51,27 @@ def add_keys(writer, arch, config):
     if arch == "mistral3":
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
-    if arch in HYBRIDS:
-        heads = config["linear_num_value_heads"]
-        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
-        writer.add_ssm_state_size(config["linear_key_head_dim"])
-        writer.add_ssm_group_count(config["linear_num_key_heads"])
-        writer.add_ssm_time_step_rank(heads)
-        writer.add_ssm_inner_size(config["linear_value_head_dim"] * heads)
-        writer.add_full_attention_interval(config["full_attention_interval"])
     _add_optional(writer, arch, config)
+    if arch in HYBRIDS or arch in ARCHITECTURES:
+        add = _add_linear_sizes if arch in HYBRIDS else add_mamba2_keys
+        add(writer, arch, config)
+
+
+def _add_layers(writer, layers, modules):
+    writer.add_block_count(layers + modules)
+    if modules:
+        writer.add_nextn_predict_layers(modules)
+
+
+def _add_linear_sizes(writer, arch, config):
+    """Of Gated DeltaNet."""
+    heads = config["linear_num_value_heads"]
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * heads)
+    writer.add_full_attention_interval(config["full_attention_interval"])
 
 
 def _add_sizes_by_layer(writer, config):
@@ -130,7 +144,12 @@ def _add_optional(writer, arch, config):
         writer.add_expert_shared_count: ("n_shared_experts", "moe_num_shared_experts"),
         writer.add_leading_dense_block_count: ("first_k_dense_replace", "moe_layer_start_index"),
         writer.add_interleave_moe_layer_step: ("moe_layer_interval",),
-        writer.add_expert_shared_feed_forward_length: ("shared_expert_intermediate_size",),
+        writer.add_expert_shared_feed_forward_length: (
+            "shared_expert_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+            "shared_intermediate_size",
+        ),
+        writer.add_moe_latent_size: ("moe_latent_size",),
         writer.add_final_logit_softcapping: ("final_logit_softcapping",),
         writer.add_attention_scale: ("attention_multiplier",),
         writer.add_embedding_scale: ("embedding_multiplier",),
@@ -138,7 +157,9 @@ def _add_optional(writer, arch, config):
         writer.add_logit_scale: ("logits_scaling",),
     }
     for add, keys in added.items():
-        value = next((config[key] for key in keys if config.get(key) is not None), None)
+        # Those of Falcon-H1 are in its weights.
+        given = () if arch == "falcon-h1" else keys
+        value = next((config[key] for key in given if config.get(key) is not None), None)
         if value is not None:
             add(value)
     if arch == "ernie4_5-moe":

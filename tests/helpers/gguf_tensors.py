@@ -8,6 +8,7 @@ import gguf
 import torch
 
 from helpers.gguf_keys import HYBRIDS, INTERLEAVED, num_modules
+from helpers.gguf_mamba2 import ARCHITECTURES, mamba2_parts
 
 _CENTRED = ("gemma3", *HYBRIDS)
 #: Of Gemma 4's router.
@@ -27,6 +28,7 @@ _NEXTN = re.compile(
 )
 #: Tensors that the converter calls otherwise before it looks up their names.
 _RENAMED = (
+    (r"backbone\.layers\.(\d+)\.mixer\.experts\.", r"model.layers.\1.mlp.experts."),
     (r"self_attn\.sinks$", "self_attn.sinks.weight"),
     (r"layer_scalar$", "layer_scalar.weight"),
     (r"\.dt_bias$", ".dt_proj.bias"),
@@ -49,10 +51,9 @@ def converted_tensors(arch, config, stored):
     plain = {name: data for name, data in plain.items() if not name.startswith(dropped)}
     for name, data in _stacked(plain).items():
         for part, values in _parts(arch, name, data, config):
-            yield (
-                _new_name(names, part),
-                torch.atleast_1d(_reordered(arch, part, values, heads).squeeze()),
-            )
+            made = _reordered(arch, part, values, heads)
+            is_whole = arch in ARCHITECTURES
+            yield _new_name(names, part), made if is_whole else torch.atleast_1d(made.squeeze())
     if arch == "gemma4":
         size = config["global_head_dim"] // 2
         rotated = int(size * config["rope_parameters"]["full_attention"]["partial_rotary_factor"])
@@ -90,6 +91,8 @@ def _past_layers(name, layers):
 def _new_name(names, name):
     if match := _NEXTN.fullmatch(name):
         return f"blk.{match[1]}.nextn.{match[2].replace('.', '_')}.weight"
+    if name.startswith("blk."):
+        return name
     before, _, end = name.partition(".router.")
     if end in _OF_ROUTER:
         return f"blk.{before.split('.')[-1]}.{_OF_ROUTER[end]}"
@@ -111,6 +114,9 @@ def _parts(arch, name, data, config):
     """What the converter makes of a tensor: experts' gates and ups apart, outputs first."""
     if "linear_attn" in name:
         yield from _linear_parts(arch, name, data, config)
+        return
+    if arch in ARCHITECTURES:
+        yield from mamba2_parts(name, data, config)
         return
     if "kv_b_proj" in name:
         heads = data.unflatten(0, (config["num_attention_heads"], -1))

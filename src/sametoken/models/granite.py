@@ -13,14 +13,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sametoken.layers.feed_forward import GatedMLP, RoutedExperts, SparseMoE
+from sametoken.layers.feed_forward import GatedMLP, LayerExperts, RoutedExperts, SparseMoE
 from sametoken.layers.residual import Block, Layer, ScaledAfter
 from sametoken.layers.rotary import no_rotation
 from sametoken.layers.share import ExpertModules
 from sametoken.models.base import ModelConfig
-from sametoken.models.blocks import load_mlp
+from sametoken.models.blocks import load_gated_mlp, load_mlp
 from sametoken.models.decoder import Decoder, DecoderLayer
-from sametoken.models.experts import summed_over_ranks
+from sametoken.models.experts import load_experts, summed_over_ranks
 from sametoken.models.layer_types import FULL, LINEAR
 from sametoken.models.load.settings import MAX_EXPERTS, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
@@ -77,39 +77,50 @@ class GraniteForCausalLM(Decoder):
 
 
 def _load_shared(config: ModelConfig, weights: WeightReader, prefix: str) -> GatedMLP:
-    """The MLP at ``prefix``, with gate and up fused as they are stored."""
+    """The MLP at ``prefix``: gate and up are stored as one, but not in GGUF files."""
     hidden = config.hidden_size
     size = Settings(config.extra, weights.source.location).integer("shared_intermediate_size")
+    if f"{prefix}.gate_proj.weight" in weights:
+        return load_gated_mlp(weights, prefix, hidden, size)
     fused = Part(f"{prefix}.input_linear", 2 * size, split=Split.ROWS, output_sizes=(size, size))
     down = weights.row_parallel(size, Part(f"{prefix}.output_linear", hidden))
     return GatedMLP(weights.linear(hidden, fused), down)
 
 
-#: Router, [gate | up] and down in checkpoints, and as transformers has them in memory.
-_STORED = ("router.layer", "input_linear.weight", "output_linear.weight")
-_IN_MEMORY = ("router", "experts.gate_up_proj", "experts.down_proj")
-
-
 def _load_routed(config: ModelConfig, weights: WeightReader, prefix: str) -> RoutedExperts:
-    """The router and the stacked experts at ``prefix``; ranks divide every expert."""
+    """The router and the experts at ``prefix``; ranks divide every expert.
+
+    Checkpoints have their own names, and transformers others in memory, as GGUF files have.
+    """
     settings, hidden = Settings(config.extra, weights.source.location), config.hidden_size
-    names = _IN_MEMORY if f"{prefix}.{_IN_MEMORY[1]}" in weights else _STORED
-    router, gate_up, down = (f"{prefix}.{name}" for name in names)
-    count, size = (settings.integer(key) for key in ("num_local_experts", "moe_intermediate_size"))
+    count = settings.integer("num_local_experts")
+    router = "router" if f"{prefix}.router.weight" in weights else "router.layer"
+    # A softmax over the chosen logits is one over all, normalised.
+    routing = Routing(settings.integer("num_experts_per_tok"), normalise=True)
+    return RoutedExperts(
+        weights.kernels,
+        weights.linear(hidden, Part(f"{prefix}.{router}", count)),
+        _load_experts(config, weights, prefix, count),
+        routing,
+    )
+
+
+def _load_experts(
+    config: ModelConfig, weights: WeightReader, prefix: str, count: int
+) -> LayerExperts:
+    experts = f"{prefix}.experts"
+    if any(f"{experts}.{one}" in weights for one in ("gate_up_proj", "0.gate_proj.weight")):
+        return load_experts(config, weights, experts, count)
+    hidden = config.hidden_size
+    size = Settings(config.extra, weights.source.location).integer("moe_intermediate_size")
+    gate_up, down = (f"{prefix}.{name}_linear.weight" for name in ("input", "output"))
     halves = Part(gate_up, 2 * size, split=Split.ROWS, output_sizes=(size, size))
     own = weights.kernels.pack_experts(
         weights.packed_stack(count, hidden, halves),
         weights.packed_stack(count, size, Part(down, hidden, split=Split.COLUMNS)),
     )
-    modules = ExpertModules.of(f"{prefix}.experts", count, hidden, size)
-    # A softmax over the chosen logits is one over all, normalised.
-    routing = Routing(settings.integer("num_experts_per_tok"), normalise=True)
-    return RoutedExperts(
-        weights.kernels,
-        weights.linear(hidden, Part(router, count)),
-        summed_over_ranks(weights, own, modules),
-        routing,
-    )
+    modules = ExpertModules.of(experts, count, hidden, size)
+    return summed_over_ranks(weights, own, modules)
 
 
 class GraniteMoeHybridForCausalLM(GraniteForCausalLM):

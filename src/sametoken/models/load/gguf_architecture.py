@@ -119,6 +119,7 @@ class Architecture:
         reads: the keys that ``derived`` reads.
         only: keys with the values that mean nothing else.
         scaled_rope: settings of a scaled rope beside those of all.
+        rotates: whether heads are rotated, so that files say by how much.
         by_layer: keys that may have a number for each layer.
         head_size: the key with the elements of a head that the model's class counts.
         ends: tokens at which a text, a turn or a message ends, beside those of all.
@@ -140,6 +141,7 @@ class Architecture:
     reads: tuple[str, ...] = ()
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     scaled_rope: Callable[[Settings], dict[str, Any]] = _no_settings
+    rotates: bool = True
     by_layer: tuple[str, ...] = ()
     head_size: str = HEAD_SIZE
     ends: tuple[str, ...] = ()
@@ -184,7 +186,9 @@ class Architecture:
         """
         value = settings.get(key, default)
         if key in self.by_layer and isinstance(value, list) and value:
-            each = (replace(settings, values={settings.prefix + key: one}) for one in value)
+            # Layers without any have 0.
+            counts = [one for one in value if one != 0] or [default]
+            each = (replace(settings, values={settings.prefix + key: one}) for one in counts)
             return max(one.integer(key) for one in each)
         return settings.integer(key, default)
 

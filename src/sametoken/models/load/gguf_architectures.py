@@ -13,6 +13,7 @@ from reprlib import repr as short
 from sametoken.errors import UnsupportedError
 from sametoken.models.load import gguf_settings
 from sametoken.models.load.gguf_architecture import EACH, GATE_UP, Architecture, ModuleNames
+from sametoken.models.load.gguf_mamba2 import FACTORS, FINETUNED, MAMBA2
 from sametoken.models.load.gguf_settings import (
     ATTENTION_FACTORS,
     CORRECTION,
@@ -223,14 +224,10 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     "granite": Architecture(
         "GraniteForCausalLM",
         interleaved=True,
-        keys={
-            "attention_multiplier": "attention.scale",
-            "embedding_multiplier": "embedding_scale",
-            "residual_multiplier": "residual_scale",
-            "logits_scaling": "logit_scale",
-        },
-        only={"rope.scaling.finetuned": (True,)},
+        keys=FACTORS,
+        only={FINETUNED: (True,)},
     ),
+    **MAMBA2,
     "olmo2": Architecture("Olmo2ForCausalLM", forms={WINDOW: _OLMO3}),
     "smollm3": Architecture("SmolLM3ForCausalLM", interleaved=True),
     "glm4moe": Architecture(

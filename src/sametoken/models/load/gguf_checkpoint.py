@@ -115,15 +115,16 @@ def _rotated(settings: Settings, architecture: Architecture, head_dim: int) -> f
     rotates_parts = model_class(architecture.name).rotates_parts
     if architecture.head_size != HEAD_SIZE:
         return 1.0
-    for key in ("attention.value_length", "rope.dimension_count"):
-        is_part = rotates_parts and key == "rope.dimension_count"
+    rotated = ("rope.dimension_count",) if architecture.rotates else ()
+    for key in ("attention.value_length", *rotated):
+        is_part = rotates_parts and key in rotated
         if settings.integer(key, head_dim) != head_dim and not is_part:
             raise UnsupportedError(
                 f"{settings.location}: {settings.prefix}{key}={settings.get(key)} differs from the "
                 f"head size {head_dim}",
                 ANOTHER,
             )
-    return settings.integer("rope.dimension_count", head_dim) / head_dim
+    return settings.integer("rope.dimension_count", head_dim) / head_dim if rotated else 1.0
 
 
 def _rope(file: GGUFFile, settings: Settings, architecture: Architecture) -> dict[str, Any]:

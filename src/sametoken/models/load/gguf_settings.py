@@ -150,7 +150,7 @@ def deepseek2(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str
         "topk_method": "greedy" if groups == 1 else "group_limited_greedy",
         "norm_topk_prob": settings.switch("expert_weights_norm"),
         "routed_scaling_factor": settings.get("expert_weights_scale", 1.0),
-        **_layers(settings),
+        **layers_and_modules(settings),
     }
 
 
@@ -166,7 +166,7 @@ def seed_oss(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str,
     return {"attention_out_bias": "blk.0.attn_output.bias" in tensors}
 
 
-def _layers(settings: Settings) -> dict[str, Any]:
+def layers_and_modules(settings: Settings) -> dict[str, Any]:
     """``block_count`` counts the layers of a NextN module too."""
     key = "nextn_predict_layers"
     num_modules = settings.integer(key) if settings.get(key) else 0
@@ -180,7 +180,7 @@ def _value_size(settings: Settings) -> int:
 
 def gated_delta_net(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
     """The size of a head of values."""
-    return {"linear_value_head_dim": _value_size(settings), **_layers(settings)}
+    return {"linear_value_head_dim": _value_size(settings), **layers_and_modules(settings)}
 
 
 def value_heads(settings: Settings) -> dict[str, Turns]:
@@ -200,4 +200,4 @@ def value_heads(settings: Settings) -> dict[str, Turns]:
 
 def glm4_moe(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
     """Norms of q and k where the file has them."""
-    return {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors, **_layers(settings)}
+    return {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors, **layers_and_modules(settings)}

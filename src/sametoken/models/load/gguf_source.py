@@ -29,6 +29,8 @@ ROPE_FREQUENCIES = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TABLES = (ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS)
 _OF_NORMS, _OF_DECAYS, _OF_LINEAR = "norm.weight", ".ssm_a", ".linear_attn."
+#: That may have a second axis in a file.
+_VECTORS = (_OF_DECAYS, ".ssm_d", ".ssm_norm.weight")
 #: Twice the error of a logarithm of an exponential in fp32 with an error of one unit.
 _OF_ROUNDING = 2**-22
 #: Of matrices and biases of experts: three times those of the largest model.
@@ -57,6 +59,10 @@ def tensors_by_name(
             experts = _experts(file, tensor, most=_MAX_OF_EXPERTS - len(found))
             for index, one in enumerate(experts):
                 found |= _by_projection(name.replace(EACH, str(index)), one, GATE_UP in name)
+            continue
+        if own.endswith(_VECTORS):
+            size = tensor.num_rows * tensor.row_bytes
+            found[name] = replace(tensor, shape=(math.prod(tensor.shape),), row_bytes=size)
             continue
         shape = list(tensor.shape)
         axes = (axis for end, axis in architecture.missing_axes.items() if name.endswith(end))

@@ -172,6 +172,19 @@ def test_heads_of_values_by_turns_are_brought_to_their_order_in_their_bits(tmp_p
     assert native_bytes[0] < 0.55 * native_bytes[1]
 
 
+@pytest.mark.parametrize(
+    "arch", ["granitehybrid", "granitehybrid-dense", "falcon-h1", "nemotron_h", "nemotron_h_moe"]
+)
+def test_a_hybrid_of_mamba_2_keeps_its_bits(tmp_path, arch):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+    tensor_type = GGMLQuantizationType.Q8_0
+    _, path = write_family_gguf(tmp_path / "model", arch, sizes, tensor_type=tensor_type)
+    kept, plain = (load(path, one, ReferenceKernels()) for one in ("gguf-packed", "gguf"))
+    assert torch.equal(*(Bench(model).logits(PROMPT, [3]) for model in (kept, plain)))
+    native_bytes = [load(path, one).weights_bytes for one in ("gguf-packed", "gguf")]
+    assert native_bytes[0] < 0.55 * native_bytes[1]
+
+
 def test_experts_in_mxfp4_have_the_logits_of_the_expanded_ones(tmp_path):
     """Elements are exact, and activations are not rounded."""
     path = write_experts(tmp_path, "gpt-oss", "MXFP4")

@@ -112,7 +112,11 @@ def test_ranks_share_a_model_in_its_bits(tmp_path, name, family, tied):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss", "deepseek2", "gemma4", "qwen3next"])
+OTHERS = ["qwen3moe", "gpt-oss", "deepseek2", "gemma4", "qwen3next"]
+OF_MAMBA_2 = ["granitehybrid", "granitehybrid-bamba", "falcon-h1", "nemotron_h_moe"]
+
+
+@pytest.mark.parametrize("arch", OTHERS + OF_MAMBA_2)
 def test_a_rank_of_a_family_s_file_has_the_bits_of_the_checkpoint_s(tmp_path, arch):
     paths = write_family_gguf(tmp_path / "model", arch)
 

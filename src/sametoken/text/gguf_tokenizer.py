@@ -6,6 +6,7 @@ get other tokens than the model was trained on (tests/unit/text/test_tokenizer.p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -60,6 +61,36 @@ _DEEPSEEK_PARTS = (
     r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+#: Of Kimi K2: as o200k's, but Han stands apart, and signs end before a slash.
+_NO_HAN = r"&&[^\p{Han}]]"
+_KIMI_UPPER, _KIMI_LOWER = (one.removesuffix("]") + _NO_HAN for one in (_UPPER, _LOWER))
+_KIMI_WORDS = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_ENDING}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}+{_KIMI_LOWER}*{_ENDING}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+#: Of DeepSeek's first vocabulary, which V2 has too: letters with case, of the alphabets that it
+#: names by code points.
+_CASED = (
+    "41-5a 61-7a b5 c0-d6 d8-f6 f8-1ba 1bc-1bf 1c4-293 295-2af 370-373 376-377 37b-37d 37f 386 "
+    "388-38a 38c 38e-3a1 3a3-3f5 3f7-481 48a-52f 531-556 10a0-10c5 13a0-13f5 13f8-13fd 1c90-1cba "
+    "1cbd-1cbf 1d00-1d2b 1d6b-1d77 1d79-1d9a 1e00-1f15 1f18-1f1d 1f20-1f45 1f48-1f4d 1f50-1f57 "
+    "1f59 1f5b 1f5d 1f5f-1f7d 1f80-1fb4 1fb6-1fbc 1fbe 1fc2-1fc4 1fc6-1fcc 1fd0-1fd3 1fd6-1fdb "
+    "1fe0-1fec 1ff2-1ff4 1ff6-1ffc 2102 2107 210a-2113 2115 2119-211d 2124 2126 2128 212a-212d "
+    "212f-2134 2139 213c-213f 2145-2149 214e 2183-2184 2c00-2c7b 2c7e-2ce4 2ceb-2cee 2cf2-2cf3 "
+    "a640-a66d a680-a69b a722-a76f a771-a787 a78b-a78e ab70-abbf fb00-fb06 fb13-fb17 ff21-ff3a "
+    "ff41-ff5a 10400-1044f 104b0-104d3 104d8-104fb 10c80-10cb2 10cc0-10cf2 118a0-118df "
+    "1e900-1e943"
+)
+#: One after the other: lines, words, signs, spaces at an end, other scripts, digits.
+_DEEPSEEK_LLM_PARTS = (
+    r"[\r\n]",
+    r"\s?[" + re.sub("[0-9a-f]+", r"\\x{\g<0>}", _CASED).replace(" ", "") + "]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+    r"\p{N}",
+)
 
 PreTokenizer: TypeAlias = Callable[[], Any]
 
@@ -91,7 +122,7 @@ def build_gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     tokens = metadata["tokenizer.ggml.tokens"]
     bos_id = metadata.get("tokenizer.ggml.bos_token_id", 1 if kind == _PIECES else None)
     # Converters may leave the key out, and llama.cpp then begins these texts with the token.
-    begins = in_pieces or split in _WHOLE_WORDS
+    begins = in_pieces or split in _BEGINNING
     if metadata.get("tokenizer.ggml.add_bos_token", begins) and bos_id is not None:
         bos = tokens[bos_id]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -146,12 +177,14 @@ def _digits_apart() -> Any:
 
 
 _QWEN_35 = "qwen35"
-LLAMA_3, TEKKEN = "llama-bpe", "tekken"
+LLAMA_3, TEKKEN, _KIMI_K2 = "llama-bpe", "tekken", "kimi-k2"
 _LLAMA_3 = (LLAMA_3, "llama3", "llama-v3", "pixtral", "falcon3")
 #: Words as Llama 3's, all merged from parts: Phi-4's, OLMo's, GLM's.
 _CL100K = ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe")
+#: That begin texts with a token, unless told otherwise.
+_BEGINNING = (*_LLAMA_3, TEKKEN)
 #: Vocabularies whose whole words are not merged from parts.
-_WHOLE_WORDS = (*_LLAMA_3, TEKKEN)
+_WHOLE_WORDS = (*_BEGINNING, _KIMI_K2)
 _PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "gpt-2": _gpt2,
     **dict.fromkeys(("smollm", "refact", "starcoder"), _digits_apart),
@@ -161,6 +194,8 @@ _PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     TEKKEN: _by_pattern(_TEKKEN_WORDS),
     **dict.fromkeys(("gpt-4o", "minimax-m2"), _by_pattern(_O200K_WORDS)),
     "seed-coder": _by_pattern(_SEED_WORDS),
+    _KIMI_K2: _by_pattern(_KIMI_WORDS),
+    "deepseek-llm": _by_pattern(*_DEEPSEEK_LLM_PARTS),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _by_pattern(*_DEEPSEEK_PARTS)),
 }
 

@@ -122,6 +122,8 @@ def test_smollm_splits_digits_before_words(backend):
         ("gpt-4o", ["a", "B", "Ġb", "Ġ", "123", "4"]),
         ("seed-coder", ["aB", "Ġb", "Ġ", "1", "2", "3", "4"]),
         ("deepseek-v3", ["aB", "Ġb", "Ġ", "123", "4"]),
+        ("deepseek-llm", ["aB", "Ġb", "Ġ", "1", "2", "3", "4"]),
+        ("kimi-k2", ["a", "B", "Ġb", "Ġ", "123", "4"]),
     ],
 )
 def test_known_word_splits(backend, name, pieces):
@@ -138,6 +140,11 @@ def test_known_word_splits(backend, name, pieces):
         ("qwen2", "e\u0301x", ["e", "Ìģx"]),
         ("qwen35", "e\u0301x", ["eÌģx"]),
         ("deepseek-v3", "a.b 日本", ["a", ".b", "Ġ", "æĹ¥æľ¬"]),
+        ("deepseek-llm", "a.b  \n日本ж", ["a", ".", "b", "ĠĠ", "Ċ", "æĹ¥æľ¬", "Ð¶"]),
+        ("deepseek-llm", "\u1f00\u212a \u10d0", ["á¼ĢâĦª", "Ġ", "áĥĲ"]),
+        ("kimi-k2", "it's /\n/", ["it's", "Ġ/Ċ", "/"]),
+        ("kimi-k2", "getUserName", ["get", "User", "Name"]),
+        ("kimi-k2", "日本English日", ["æĹ¥æľ¬", "English", "æĹ¥"]),
     ],
 )
 def test_signs_and_ideographs_are_split_as_the_vocabulary_was_trained(backend, name, text, pieces):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
@@ -12,7 +13,7 @@ from helpers.harness import run
 from helpers.hybrids import EXPERTS, FULL, LINEAR, twin_config, twin_tensors
 from helpers.latents import write_twin
 from helpers.small_engines import build, mtp, plain, requests
-from sametoken.errors import CheckpointError
+from sametoken.errors import CheckpointError, UnsupportedError
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 
@@ -96,4 +97,13 @@ def test_a_file_without_the_module_s_tensors_is_refused(tmp_path, arch, kind):
     path = rewritten(path, tmp_path / "changed.gguf", tensors=missing)
     plain(path)
     with pytest.raises(CheckpointError, match=f"changed.gguf holds no {kind}.* module"):
+        build(path, mtp(2))
+
+
+def test_a_module_with_more_than_its_family_s_is_refused_and_the_target_runs(tmp_path):
+    _, path = write_family_gguf(tmp_path / "model", "qwen35")
+    own = {"blk.4.nextn.embed_tokens.weight": np.zeros((64, 16), np.float32)}
+    path = rewritten(path, tmp_path / "changed.gguf", tensors=own)
+    plain(path)
+    with pytest.raises(UnsupportedError, match=r"does not use: .*nextn\.embed_tokens"):
         build(path, mtp(2))

@@ -161,7 +161,7 @@ def cached_on_hub(hub_id: HubId, needed: Needed = Needed.MODEL) -> Path | None:
 
 def _complete(folder: Path, needed: Needed) -> Path | None:
     """The folder, or its GGUF model's first file, unless something that is needed is missing."""
-    names = [file.name for file in folder.iterdir() if file.is_file()]
+    names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
     models = _gguf_models(names, needed)
     if models:
         return folder / models[0][0] if len(models) == 1 and has_all_parts(models[0]) else None

@@ -172,15 +172,19 @@ def test_a_repository_of_one_gguf_file(hub, files):
     assert hub.downloads == ["model.Q8_0.gguf"]
 
 
-def test_a_repository_of_one_split_gguf_model(hub):
-    names = [f"model-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+@pytest.mark.parametrize("folder", ["", "Q4_K_M/"])
+def test_a_repository_of_one_split_gguf_model(hub, folder):
+    names = [f"{folder}model-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
     hub.add(REPOSITORY, {name: name.encode() for name in [names[2], "README.md", *names[:2]]})
     path = find()
-    assert path.name == names[0]
+    assert str(path).endswith(names[0])
     assert sorted(hub.downloads) == names
-    path.with_name(names[1]).unlink()
     assert find() == path
-    assert path.with_name(names[1]).is_file()
+    assert sorted(hub.downloads) == names
+    second = path.with_name("model-00002-of-00003.gguf")
+    second.unlink()
+    assert find() == path
+    assert second.is_file()
 
 
 def test_an_unsupported_gguf_file_is_refused_before_it_comes(hub):

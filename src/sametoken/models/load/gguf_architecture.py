@@ -205,14 +205,23 @@ class Architecture:
         match = _NAME.fullmatch(name)
         if match is None:
             return name
-        names, (stem, ending) = {**_NAMES, **self.names}, match.group("stem", "ending")
-        layer = f"model.layers.{match['layer']}." if match["layer"] else ""
-        if layer and (index := int(match["layer"])) in module_layers:
-            if self.module is None or index > module_layers.start:
-                return None
-            layer = self.module.layer.format(index)
-            if stem in self.module.own:
-                return f"{self.module.own[stem].format(index)}.{ending}"
+        stem, ending = match.group("stem", "ending")
+        if match["layer"] is None:
+            return self._known("", stem, ending) or name
+        index = int(match["layer"])
+        if index not in module_layers:
+            return self._known(f"model.layers.{index}.", stem, ending) or name
+        if self.module is None or index > module_layers.start:
+            return None
+        if stem in self.module.own:
+            return f"{self.module.own[stem].format(index)}.{ending}"
+        layer = self.module.layer.format(index)
+        # What has no name still is the module's: the model passes over it.
+        return self._known(layer, stem, ending) or layer + name.split(".", 2)[2]
+
+    def _known(self, layer: str, stem: str, ending: str | None) -> str | None:
+        """A tensor's name, if it has one; ``layer`` begins it."""
+        names = {**_NAMES, **self.names}
         if whole := names.get(stem if ending is None else f"{stem}.{ending}"):
             return layer + whole
-        return f"{layer}{names[stem]}.{ending}" if ending and stem in names else name
+        return f"{layer}{names[stem]}.{ending}" if ending and stem in names else None

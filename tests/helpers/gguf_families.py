@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 
 from helpers.checkpoints import write_checkpoint
-from helpers.families import GEMMA_4, SEEING, random_model, write_family
+from helpers.families import GEMMA_4, SEEING, fixed_config, random_model, write_family
 from helpers.gguf_files import write_converted
 from helpers.gguf_keys import HYBRIDS
 from helpers.hybrids import EXPERTS, FULL, LINEAR, hybrid_config, hybrid_tensors
@@ -184,7 +183,7 @@ def write_family_gguf(directory: Path, arch: str, changes=(), **options) -> tupl
         write = write_latent if family in LATENTS else write_family
         write(directory, family, **own)
         if family == "glm4_moe":
-            _add_nextn(directory)
+            _add_nextn(directory, fixed_config(family, **own))
     # transformers writes some of Gemma 4's sizes by layer, which the converter reads as they were.
     sizes = GEMMA_4 | own if family == "gemma4" else NEMOTRON_KEYS if family == "nemotron" else {}
     return directory, gguf_of(directory, _NAMES.get(arch, arch), sizes, **options)
@@ -217,7 +216,7 @@ def _write_hybrid(directory, family, architectures=None, **changes):
     write_checkpoint(directory, config, hybrid_tensors(config))
 
 
-def _add_nextn(directory):
+def _add_nextn(directory, config):
     path = directory / "model.safetensors"
-    config, tensors = AutoConfig.from_pretrained(directory), load_file(path)
+    tensors = load_file(path)
     save_file(tensors | nextn_tensors(config, tensors, seed=0), path)

@@ -120,7 +120,7 @@ FAMILIES = {
     "nemotron_h": ("nemotron", {"pattern": "M-*M-", "num_hidden_layers": 5}),
     "nemotron_h_moe": (
         "nemotron",
-        {"pattern": "ME*ME", "num_hidden_layers": 5, "moe_latent_size": 8},
+        {"pattern": "ME*ME", "num_hidden_layers": 5, "moe_latent_size": 8, "head_dim": 16},
     ),
     "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 4}),
     "mistral3": (

@@ -178,7 +178,7 @@ def _digits_apart() -> Any:
 
 _QWEN_35 = "qwen35"
 LLAMA_3, TEKKEN, _KIMI_K2 = "llama-bpe", "tekken", "kimi-k2"
-_LLAMA_3 = (LLAMA_3, "llama3", "llama-v3", "pixtral", "falcon3")
+_LLAMA_3 = (LLAMA_3, "llama3", "llama-v3", "pixtral", "falcon3", "falcon-h1")
 #: Words as Llama 3's, all merged from parts: Phi-4's, OLMo's, GLM's.
 _CL100K = ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe")
 #: That begin texts with a token, unless told otherwise.

@@ -19,6 +19,7 @@ from sametoken.types.option_values import (
     suggestion,
 )
 from sametoken.types.speculative_config import SpeculativeConfig
+from sametoken.types.speculative_methods import HEADS, WITHOUT_MODEL
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -222,8 +223,10 @@ class EngineConfig:
 
     @property
     def draft_load_format(self) -> str:
-        """``load_format`` of the drafter: dummy if the target's is, else "auto"."""
-        return DUMMY if self.load_format == DUMMY else "auto"
+        """``load_format`` of the drafter: the target's if it holds it or is dummy, else "auto"."""
+        spec = self.speculative_config
+        is_held = spec is not None and spec.method in HEADS and spec.method in WITHOUT_MODEL
+        return self.load_format if is_held or self.load_format == DUMMY else "auto"
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:

@@ -18,11 +18,11 @@ from sametoken.errors import CheckpointError, UnsupportedError
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 
 
-def recurrent_twin(directory):
+def recurrent_twin(directory, **options):
     sizes = {"layer_types": [LINEAR, LINEAR, FULL], "num_hidden_layers": 3}
     config = twin_config(**sizes, full_attention_interval=3)
     write_checkpoint(directory, config, twin_tensors(config, seed=6))
-    return directory, gguf_of(directory, "qwen35")
+    return directory, gguf_of(directory, "qwen35", **options)
 
 
 def latent_twin(directory):
@@ -56,14 +56,20 @@ def test_a_module_drafts_from_a_file_as_from_the_checkpoint(tmp_path, arch):
     assert offered > 0
 
 
-def test_a_module_drafts_for_a_target_in_its_bits(tmp_path):
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
+@pytest.mark.parametrize("arch", ["glm4moe", "qwen35moe", "deepseek2-flash"])
+def test_a_module_keeps_its_bits_beside_the_target_s(tmp_path, arch):
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32} | (EXPERTS if "35" in arch else {})
     tensor_type = GGMLQuantizationType.Q4_1
-    _, path = write_family_gguf(tmp_path / "model", "glm4moe", sizes, tensor_type=tensor_type)
-    packed = {"load_format": "gguf-packed"}
-    tokens, offered, _ = outcome(path, mtp(2), **packed)
-    assert tokens == outcome(path, None, **packed)[0]
+    _, path = write_family_gguf(tmp_path / "model", arch, sizes, tensor_type=tensor_type)
+    tokens, offered, _ = outcome(path, mtp(2), load_format="gguf-packed")
+    assert tokens == outcome(path, None, load_format="gguf-packed")[0]
     assert offered > 0
+
+
+def test_a_module_that_is_the_target_is_it_in_their_bits(tmp_path):
+    _, path = recurrent_twin(tmp_path / "model", tensor_type=GGMLQuantizationType.Q8_0)
+    _, offered, accepted = outcome(path, mtp(3), load_format="gguf-packed")
+    assert accepted > 0.9 * offered
 
 
 @pytest.mark.parametrize(

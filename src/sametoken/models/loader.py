@@ -17,6 +17,7 @@ from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.load.dummy import dummy_reader
+from sametoken.models.load.gguf_blocks import Blocks
 from sametoken.models.load.gguf_checkpoint import GGUFCheckpoint
 from sametoken.models.load.gguf_names import models_of
 from sametoken.models.load.huggingface import HuggingFaceCheckpoint
@@ -149,7 +150,9 @@ def load_model(
     architecture = model_class(checkpoint.config.architecture)
     require_divisible(checkpoint.config, parallel.size)
     build = partial(architecture, checkpoint.config, max_positions=max_positions)
-    quantization = _formats(checkpoint, str(path), load_format, kernels)
+    quantization = formats_of(checkpoint, str(path), load_format)
+    if isinstance(quantization, Blocks):
+        quantization.require_products(kernels)
     if load_format == DUMMY:
         return build(dummy_reader(Path(path), kernels, dtype, device, (), parallel, quantization))
     tensors = checkpoint.open_tensors()
@@ -159,10 +162,10 @@ def load_model(
         )
 
 
-def _formats(checkpoint: Checkpoint, path: str, load_format: str, kernels: Kernels) -> Quantization:
-    """How the checkpoint's matrices are stored and stay."""
-    if load_format != GGUF_PACKED or not isinstance(checkpoint, GGUFCheckpoint):
-        return read_quantization(checkpoint.config.extra, path)
-    blocks = checkpoint.blocks()
-    blocks.require_products(kernels)
-    return blocks
+def formats_of(
+    checkpoint: Checkpoint, path: str, load_format: str, *, of_module: bool = False
+) -> Quantization:
+    """How the matrices of the checkpoint's model, or of its module, are stored and stay."""
+    if load_format == GGUF_PACKED and isinstance(checkpoint, GGUFCheckpoint):
+        return checkpoint.blocks(of_module=of_module)
+    return read_quantization(checkpoint.config.extra, path)

@@ -242,7 +242,8 @@ class HeadCheckpoint(ABC, Generic[Head]):
 
     Args:
         directory: the checkpoint.
-        load_format: "auto", or "dummy" for random weights.
+        load_format: as in ``open_checkpoint`` for the target's own module; "auto", or "dummy" for
+            random weights.
 
     Attributes:
         unused_tensors: endings of tensor names that are not read.

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -26,15 +26,16 @@ from sametoken.models.heads.base import (
     HeadCheckpoint,
     HeadReader,
     HeadStates,
+    SharedWeights,
     index_of,
     require_sizes,
 )
 from sametoken.models.heads.stored_names import with_prefix
-from sametoken.models.load.quantization import read_quantization
+from sametoken.models.load.gguf_blocks import Blocks
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.sources import TensorSource
-from sametoken.models.loader import open_checkpoint
-from sametoken.ops.backend import AttentionRows, KeptRows
+from sametoken.models.loader import formats_of, open_checkpoint
+from sametoken.ops.backend import AttentionRows, KeptRows, Kernels
 from sametoken.ops.cache_types import LayerCache
 from sametoken.state.caches import ModelCache
 
@@ -131,10 +132,18 @@ class ModuleCheckpoint(HeadCheckpoint[Head]):
         super().__init__(directory, load_format=load_format)
         self._checkpoint = open_checkpoint(directory, load_format=load_format)
         self.config = self._checkpoint.config
-        self.quantization = read_quantization(self.config.extra, str(directory))
+        self.quantization = formats_of(
+            self._checkpoint, str(directory), load_format, of_module=True
+        )
 
     def _stored(self, prefix: str) -> TensorSource:
         return with_prefix(self._checkpoint.open_tensors(), prefix)
+
+    def load(self, shared: SharedWeights, *, kernels: Kernels, **options: Any) -> Head:
+        """As ``HeadCheckpoint.load``; formats without products there are refused at first."""
+        if isinstance(self.quantization, Blocks):
+            self.quantization.require_products(kernels)
+        return super().load(shared, kernels=kernels, **options)
 
     def require_fit(self, target: ModelConfig) -> None:
         """Refuse a target of another vocabulary or hidden size."""

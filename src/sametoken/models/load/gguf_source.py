@@ -24,6 +24,7 @@ AGAIN = "download or convert the file again"
 #: Elements dequantized at once: few calls, and temporaries that stay in a core's cache.
 _AT_ONCE = 1 << 17
 _INTERLEAVED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d{1,9})\.")
 #: Tables of rope, which are settings: no model reads them.
 ROPE_FREQUENCIES = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -192,6 +193,12 @@ class GGUFSource:
                             f"{tensor.path} ends inside tensor {tensor.name}", AGAIN
                         )
                     yield raw.reshape(rows, tensor.row_bytes)
+
+
+def layer_of(tensor: GGUFTensor) -> int | None:
+    """The layer of a tensor of the file; None: it is of no layer."""
+    match = _LAYER.match(tensor.name)
+    return match and int(match[1])
 
 
 def turns_of(turns: Mapping[str, Turns], name: str) -> Turns | None:

@@ -17,6 +17,7 @@ from helpers.gguf_families import write_family_gguf
 from helpers.gguf_files import write_gguf
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.layers.norm import RMSNorm
+from sametoken.models.heads.own_module import open_module
 from sametoken.models.load.gguf_blocks import _UNPACKED
 from sametoken.models.load.gguf_file import read_gguf
 from sametoken.ops.model.gemm.int4 import expanded
@@ -203,6 +204,22 @@ def test_experts_in_blocks_of_integers_are_refused_on_a_gpu_before_weights_are_r
     kernels = SimpleNamespace(require_integer_experts=TRITON.require_integer_experts)
     with pytest.raises(UnsupportedError, match=r"experts in the bits .* no products on a GPU"):
         load(path, "gguf-packed", kernels)
+
+
+@pytest.mark.parametrize("arch", ["glm4moe", "deepseek2-flash", "qwen35"])
+def test_a_module_keeps_its_bits_and_is_refused_where_it_has_no_products(tmp_path, arch):
+    path = write_experts(tmp_path, arch, "Q8_0")
+    options = {"dtype": torch.float32, "device": torch.device("cpu"), "max_positions": 64}
+
+    def module(load_format, kernels=native):
+        target = load(path, load_format, native)
+        return open_module(path, load_format=load_format).load(target, kernels=kernels, **options)
+
+    assert module("gguf-packed").nbytes < 0.45 * module("gguf").nbytes
+    if arch != "qwen35":
+        kernels = SimpleNamespace(require_integer_experts=TRITON.require_integer_experts)
+        with pytest.raises(UnsupportedError, match="no products on a GPU"):
+            module("gguf-packed", kernels)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, under the interpreter")

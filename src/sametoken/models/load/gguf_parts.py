@@ -32,7 +32,7 @@ def read_first(path: Path) -> GGUFFile:
     number = file.metadata.get("split.no", 0)
     if number != 0 and _count(file) > 1:
         name = PartName.parse(path.name)
-        first = "first file" if name is None else str(path.with_name(str(replace(name, number=1))))
+        first = "its first" if name is None else str(path.with_name(str(replace(name, number=1))))
         raise CheckpointError(
             f"{path} is a later file of a split model (split.no={short(number)})",
             f"give {first}",

@@ -36,7 +36,7 @@ QUERIES = 64
 #: Query tiles x KV heads from which programs of whole rows fill the chip.
 BUSY_PROGRAMS = 100
 
-#: Positions of a window that are never divided into splits.
+#: Positions of a window up to which one program is done before several would be.
 SHORT_WINDOW = 256
 
 #: Most query tiles of a launch of splits: each program looks at all of them.
@@ -139,13 +139,8 @@ def choose(
     if tiles > MAX_TILES or counters > MAX_COUNTERS or partial_bytes > MAX_PARTIAL_BYTES:
         return table.wide
     programs = most_tiles(num_runs, width, num_rows, rows) * shape.num_kv_heads
-    few = programs < BUSY_PROGRAMS
-    if shape.sliding_window is None:
-        divided = few or width * group <= QUERIES // 2
-    else:
-        # Rows see about as much, so programs end together; of few positions, one is done first.
-        divided = few and shape.sliding_window > SHORT_WINDOW
-    if divided:
+    is_short = shape.sliding_window is not None and shape.sliding_window <= SHORT_WINDOW
+    if (width * group <= QUERIES // 2 or programs < BUSY_PROGRAMS) and not is_short:
         return table.splits
     if width <= rows or programs < BUSY_PROGRAMS * table.wide.warp_groups:
         return table.narrow

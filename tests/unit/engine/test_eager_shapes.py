@@ -172,6 +172,8 @@ PRODUCTS = ("_product_kernel", "streamed_kernel")
 
 #: A rank's share of them.
 EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
+#: Of four layers.
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
 
 @pytest.mark.parametrize(
@@ -188,6 +190,8 @@ EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
         ("lightning-30b-a3b", None, (2, 0, 2048, 8192), {}),
         ("qwen3-30b-a3b", None, (256, 0, 8192, 33024), {}),
         ("qwen3-8b-fp8", None, (256, 0, 8192, 33024), {}),
+        ("gpt-oss-20b", None, (256, 0, 8192, 33024), WINDOWS),
+        ("gemma-3-12b", None, (256, 0, 8192, 33024), WINDOWS),
     ],
     ids=str,
 )
@@ -196,13 +200,21 @@ def test_start_up_compiles_every_kernel_of_a_step(tmp_path, name, method, engine
     start_and_run(tmp_path, name, method, engine)
 
 
-def test_start_up_compiles_every_kernel_of_latents_in_float8(tmp_path):
-    write_shapes(tmp_path, "glm-4.7-flash", {})
-    compiled = start_and_run(tmp_path, "glm-4.7-flash", "mtp", (64, 3, 8192, 33024), FLOAT8)
+@pytest.mark.parametrize(
+    ("method", "engine", "changes"),
+    [("mtp", (64, 3, 8192, 33024), {}), (None, (1024, 0, 4096, 4096), EIGHT_HEADS)],
+    ids=str,
+)
+def test_start_up_compiles_every_kernel_of_latents_in_float8(tmp_path, method, engine, changes):
+    """By Triton's kernels, as on other chips, which have a form for many prompts of few tokens."""
+    write_shapes(tmp_path, "glm-4.7-flash", changes)
+    compiled = start_and_run(tmp_path, "glm-4.7-flash", method, engine, FLOAT8, num_steps=200)
     assert {"_sequential_kernel", "_split_kv_kernel"} <= {kernel for kernel, _ in compiled}
 
 
-def start_and_run(tmp_path, name, method, engine, stored=torch.bfloat16) -> set:
+def start_and_run(
+    tmp_path, name, method, engine, stored=torch.bfloat16, *, num_steps: int = 24
+) -> set:
     """What start-up compiles, which has to be all that steps launch."""
     spec = None
     if method:
@@ -215,7 +227,7 @@ def start_and_run(tmp_path, name, method, engine, stored=torch.bfloat16) -> set:
         options = {"all_states": step.all_states}
         run_on_meta(step, compiled_shapes(engine, **options))
         compiled = set(forms)
-        run_on_meta(step, steps_of(engine, 24, **options))
+        run_on_meta(step, steps_of(engine, num_steps, **options))
     assert len({kernel for kernel, _ in compiled}) > 12
     assert not {form for form in forms - compiled if form[0] not in PRODUCTS}
     return compiled

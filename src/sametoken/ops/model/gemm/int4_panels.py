@@ -92,7 +92,8 @@ class Int4Panels:
         if matrix.scale.itemsize == 1:
             powers = matrix.scale.view(torch.uint8)
             scales = _bytes_by_block(powers, BLOCK // matrix.width)
-            small = BLOCK // matrix.width == 4 and bool((powers <= _TWO).all())
+            is_known = BLOCK // matrix.width == 4 and not powers.is_meta
+            small = is_known and bool((powers <= _TWO).all())
         else:
             scales = _by_group(matrix.scale.float(), num_groups)
         return cls(

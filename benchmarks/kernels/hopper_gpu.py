@@ -1,6 +1,6 @@
 """Time attention on Hopper by launch form, beside the Triton form, and compare bits.
 
-    python benchmarks/kernels/hopper_gpu.py [--heads 128|256]
+    python benchmarks/kernels/hopper_gpu.py [--heads 64|128|256] [--window POSITIONS] [--sinks]
 
 Times are of one layer, inside a CUDA graph over several layers' KV, so KV comes from memory.
 Beside them: the time to read KV once at 4.2 TB/s, and that of the products at 650 TFLOP/s. ``!``
@@ -20,7 +20,11 @@ from graph_times import microseconds
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RowRuns
 from sametoken.ops.model.attention import hopper, triton
 
-SHAPES = {"128": AttentionShape(32, 8, 128), "256": AttentionShape(16, 4, 256)}
+SHAPES = {
+    "64": AttentionShape(64, 8, 64),
+    "128": AttentionShape(32, 8, 128),
+    "256": AttentionShape(16, 4, 256),
+}
 BLOCK_SIZE = 64
 ROTATED_BYTES = 300 << 20
 #: KV comes from one block, as an engine's: some allocations of its own size are 14 % slower.
@@ -69,20 +73,22 @@ class Scene:
     """A case's rows over several layers of shuffled blocks."""
 
     def __init__(self, shape: AttentionShape, case: Case) -> None:
-        self.kv_bytes = sum(case.lengths) * shape.kv_size * 4
+        ends = list(zip(case.lengths, case.widths, strict=True))
+        window = shape.sliding_window or max(case.lengths)
+        self.kv_bytes = sum(min(n, window + w) for n, w in ends) * shape.kv_size * 4
         counts = [-(-length // BLOCK_SIZE) for length in case.lengths]
         layer = (2, sum(counts), shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
-        num_layers = min(MAX_LAYERS, max(2, -(-ROTATED_BYTES // self.kv_bytes)))
+        own_bytes = sum(case.lengths) * shape.kv_size * 4
+        num_layers = min(MAX_LAYERS, max(2, -(-ROTATED_BYTES // own_bytes)))
         memory = torch.empty((num_layers, *layer), dtype=torch.bfloat16, device="cuda").normal_()
         self.layers = [LayerKV(part[0], part[1]) for part in memory]
         table = torch.zeros(len(counts), max(counts), dtype=torch.int64, device="cuda")
         blocks = torch.randperm(sum(counts), device="cuda").split(counts)
         for slot, mine in enumerate(blocks):
             table[slot, : len(mine)] = mine
-        ends = zip(case.lengths, case.widths, strict=True)
         where = [(slot, at) for slot, (n, w) in enumerate(ends) for at in range(n - w, n)]
         slots, positions = torch.tensor(where, device="cuda").T.contiguous()
-        self.flops = 4 * shape.q_size * int((positions + 1).sum())
+        self.flops = 4 * shape.q_size * int((positions + 1).clamp(max=window).sum())
         widths = [*case.widths, *[0] * case.padding]
         starts = torch.tensor([0, *widths], device="cuda").cumsum(0)
         count, most = len(widths), max(widths)
@@ -92,7 +98,9 @@ class Scene:
         self.q = torch.randn(size, dtype=torch.bfloat16, device="cuda")
 
 
-def time_case(shape: AttentionShape, case: Case, arrived: torch.Tensor) -> None:
+def time_case(
+    shape: AttentionShape, case: Case, arrived: torch.Tensor, sinks: torch.Tensor | None
+) -> None:
     """One line: every form's time."""
     scene, table = Scene(shape, case), hopper.table_for(shape)
     forms = {
@@ -103,13 +111,15 @@ def time_case(shape: AttentionShape, case: Case, arrived: torch.Tensor) -> None:
     for name, config in forms.items():
 
         def attend(kv: LayerKV, config: hopper.HopperConfig | None = config) -> torch.Tensor:
-            return hopper.attention(scene.q, shape, scene.rows, kv, arrived, config=config)
+            return hopper.attention(scene.q, shape, scene.rows, kv, arrived, sinks, config=config)
 
         out = attend(scene.layers[0])
         expected = out if expected is None else expected
         wrong = "" if torch.equal(out, expected) else "!"
         times.append(f"{name} {microseconds(attend, scene.layers):.1f}{wrong}")
-    other = microseconds(lambda kv: triton.attention(scene.q, shape, scene.rows, kv), scene.layers)
+    other = microseconds(
+        lambda kv: triton.attention(scene.q, shape, scene.rows, kv, sinks), scene.layers
+    )
     reads = scene.kv_bytes / TERABYTES_PER_SECOND / 1e6
     products = scene.flops / TERAFLOPS / 1e6
     listed = "; ".join(times)
@@ -122,12 +132,16 @@ def time_case(shape: AttentionShape, case: Case, arrived: torch.Tensor) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--heads", choices=SHAPES, default="128")
-    shape = SHAPES[parser.parse_args().heads]
+    parser.add_argument("--window", type=int, metavar="POSITIONS")
+    parser.add_argument("--sinks", action="store_true")
+    arguments = parser.parse_args()
+    shape = replace(SHAPES[arguments.heads], sliding_window=arguments.window)
+    sinks = torch.randn(shape.num_heads, device="cuda") if arguments.sinks else None
     print(torch.cuda.get_device_name(), torch.__version__)
     arrived = hopper.counters(torch.device("cuda"))
     torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cuda")
     for case in cases():
-        time_case(shape, case, arrived)
+        time_case(shape, case, arrived, sinks)
     assert not arrived.any()
 
 

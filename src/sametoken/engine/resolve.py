@@ -272,7 +272,7 @@ def resolve_steps(
         num_aux_layers,
         num_expanded,
         mixing,
-        most_adapted(target, experts_per_row(target.config)),
+        most_adapted(target, experts_per_row(target.config), device),
     )
     return StepMemory.of(config, target.config, caches, dtype, *sizes)
 

@@ -154,17 +154,20 @@ def experts_per_row(model: ModelConfig) -> int:
     return experts if isinstance(experts, int) else 0
 
 
-def most_adapted(node: object, chosen: int) -> int:
+def most_adapted(node: object, chosen: int, device: torch.device) -> int:
     """The most bytes of a row that adapters need beside a product on a GPU.
 
     Args:
         node: models, nested in any way.
         chosen: as ``experts_per_row`` counts them.
+        device: where they run.
     """
+    if device.type == "cpu":
+        return 0
     own = node.update.row_bytes if isinstance(node, AdaptedWeight) else 0
     if isinstance(node, AdaptedExperts):
         own = node.pair_bytes * chosen
-    return max(own, *(most_adapted(child, chosen) for _, child in children_of(node)), 0)
+    return max(own, *(most_adapted(child, chosen, device) for _, child in children_of(node)), 0)
 
 
 def widened_bytes(node: object) -> int:

@@ -324,4 +324,4 @@ def test_adapted_experts_need_memory_for_each_that_a_row_chooses():
     room, sizes = Room(1, 20, torch.bfloat16, torch.device("meta")), ExpertSizes(4, 64, (48, 48))
     experts = AdaptedStackedExperts.of(StackedExperts(*stacks), sizes, room, RowAdapters())
     # What is between the factors, of two parts, whose ranks are padded to powers of two.
-    assert most_adapted([experts], 6) == 6 * 2 * 32 * 2
+    assert most_adapted([experts], 6, torch.device("cuda")) == 6 * 2 * 32 * 2

@@ -208,10 +208,12 @@ def _load(call, pointer, mask=None, other=None, **how):
     ):
         return call(pointer, mask, other, **how)
     addresses, element = pointer.handle.data, pointer.dtype.element_ty
-    wanted = np.True_ if mask is None else mask.handle.data
-    if np.broadcast_shapes(addresses.shape, wanted.shape) != addresses.shape:
-        return call(pointer, mask, other, **how)
-    wanted, kind = np.broadcast_to(wanted, addresses.shape), _numpy_type(element)
+    kind = _numpy_type(element)
+    wanted = np.ones(addresses.shape, bool) if mask is None else mask.handle.data
+    if wanted.shape != addresses.shape:
+        if np.broadcast_shapes(addresses.shape, wanted.shape) != addresses.shape:
+            return call(pointer, mask, other, **how)
+        wanted = np.broadcast_to(wanted, addresses.shape)
     data = interpreter._interpreter.load(addresses, wanted, np.zeros(addresses.shape, kind), kind)
     return _made(data, element, pointer.type.is_block())
 

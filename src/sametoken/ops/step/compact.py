@@ -42,8 +42,8 @@ __all__ = [
 
 def known_drafts(sequences: Sequences, slots: Sequence[int]) -> list[int]:
     """See ``StepOps.known_drafts``."""
-    drafts: list[int] = sequences.num_drafts[list(slots)].tolist()
-    return drafts
+    drafts = sequences.num_drafts.tolist()
+    return [drafts[slot] for slot in slots]
 
 
 def catch_up(sequences: Sequences, x: StepInputs, end: Tensor, *, with_newest: bool) -> CatchUp:

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 #: The first may be text of the reasoning, which never holds the others by accident.
 START, *_SECTIONS = CALL_STARTS
+_SECTION = "|".join(map(re.escape, _SECTIONS))
+#: A name in a call, which no section begins within.
+_NAME = rf"(?:(?!{_SECTION})[^<>{{}}\s])+"
 #: A call's beginning; without parameters, with the function's name.
-_CALL = re.compile(
-    rf"{START}\s*(?:<function=|[^<>{{}}\s]+\s*<arg_key>|([^<>{{}}\s]+)\s*{END})|"
-    + "|".join(map(re.escape, _SECTIONS))
-)
+_CALL = re.compile(rf"{START}\s*(?:<function=|{_NAME}\s*<arg_key>|({_NAME})\s*{END})|{_SECTION}")
 #: A text's end that may go on to be a call's beginning.
 _BEGUN_CALL = re.compile(rf"{START}\s*(?:[^<>{{}}\s]+\s*)?(?:<[^<>]*)?\Z")
 

@@ -133,6 +133,14 @@ def test_harmony_s_calls_are_found_where_there_are_tools():
     assert found == Parsed("", (FoundCall("f", "{}"),))
 
 
+@pytest.mark.parametrize("after", ["</tool_call>", "<arg_key>", "\n</tool_call>a"])
+def test_a_section_that_begins_within_a_name_ends_the_reasoning_there(after):
+    parser = parser_of("deepseek_r1", PLAIN, parse_nothing)
+    found = Parsed(f"[TOOL_CALLS]{after}", reasoning="<tool_call>a")
+    assert parser(f"<tool_call>a[TOOL_CALLS]{after}", True) == found
+    assert_adds_up(parser, f"<tool_call>a[TOOL_CALLS]{after}")
+
+
 CONTENTS = (parse_nothing, parse_hermes, qwen3_coder_parser({}), glm_parser({}), parse_required)
 THINK = ("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>", "<channel|>", "thought\n")
 ANSWER_MARKS = ("<response>", "</response>", "<answer>", "</answer>", "</seed:think>")

@@ -104,7 +104,7 @@ def stacks_of(shape: Shape, form: str) -> list[tuple[Stack, Stack]]:
             words = torch.randint(-(2**31), 2**31, sizes[0], dtype=torch.int32, device="cuda")
             # Powers of 2^-10.
             powers = torch.full(sizes[1], 0x75757575, dtype=torch.int32, device="cuda")
-            return Int4Panels(words, powers, None, k, e2m1=True, fused=False, small=True)
+            return Int4Panels(words, powers.view(torch.uint32), None, k, e2m1=True, fused=False)
         weight = torch.randn(shape.num_experts, n, k, device="cuda", dtype=torch.bfloat16) / k**0.5
         if form == "bf16":
             return ExpertStack(weight)

@@ -216,7 +216,7 @@ def _expert_kernel(
     x_tiles,  # tensor descriptors, each None where tiles are loaded through pointers
     weight,  # [E, N, K]; [E, 2 * N, K] before a gate; in 4 bits ``Int4Panels.words``
     w_tiles,
-    w_scales,  # [E, N or 2 * N, W_GROUPS], or None; in 4 bits ``Int4Panels.scales``
+    w_scales,  # [E, N or 2 * N, W_GROUPS], or None; in 4 bits ``Int4Panels.kernel_scales``
     w_factors,  # of 4 bits, ``Int4Panels.factors``, or None
     w_zeros,  # of 4 bits, as scales, or None
     x_scales,  # [rows, X_GROUPS], or None
@@ -412,7 +412,7 @@ def _product(
         x_tiles,
         matrix,
         w_tiles,
-        stack.scales,
+        stack.scales if panels is None else panels.kernel_scales,
         None if panels is None else panels.factors,
         None if panels is None else panels.offsets,
         x_scales,

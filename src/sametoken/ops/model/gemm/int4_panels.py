@@ -43,7 +43,9 @@ class Int4Panels:
         scales: fp32 [groups, N], those of whole blocks; zeros past ``in_features``. Of pairs they
             stand in both halves of an int32. In 8 bits they are bytes in int32: of E8M0
             [blocks, N], a block's four groups, the first lowest; of e4m3 [2 * blocks, N], the even
-            ones of a block's eight groups, then the odd ones.
+            ones of a block's eight groups, then the odd ones. Where no scale of E8M0 is above 2
+            they are in uint32: 2^126 times a scale is a number of bf16, an element one product. So
+            new weights whose scales are above 2 do not take their place.
         offsets: [groups, N]: int32 zeros, or fp32 minima; of pairs -(base + zero) as in
             ``on_base``, in both halves of an int32. None: half of all codes are negative, or they
             are of e2m1.
@@ -53,8 +55,6 @@ class Int4Panels:
         tops: likewise of the codes' bits 4 and up, int16 of 2 or int32 of 4 bits; None: of none.
         factors: [N] fp32, of a row's scales; None: 1.
         paired: the dtype of elements that are made in pairs; None: they are made one by one.
-        small: of e2m1: scales are E8M0's, and none is above 2. So 2^126 times a scale is a number
-            of bf16, and an element one product.
     """
 
     words: Tensor
@@ -66,7 +66,6 @@ class Int4Panels:
     tops: Tensor | None = None
     factors: Tensor | None = None
     paired: torch.dtype | None = None
-    small: bool = False
 
     @classmethod
     def of(cls, matrix: Int4Matrix | IntegerMatrix, dtype: torch.dtype) -> Int4Panels:
@@ -88,12 +87,12 @@ class Int4Panels:
         if offset is not None:
             kept = offset.float() if offset.is_floating_point() else offset.int()
             offset = _by_group(kept, num_groups)
-        small = False
         if matrix.scale.itemsize == 1:
             powers = matrix.scale.view(torch.uint8)
             scales = _bytes_by_block(powers, BLOCK // matrix.width)
             is_known = BLOCK // matrix.width == 4 and not powers.is_meta
-            small = is_known and bool((powers <= _TWO).all())
+            if is_known and bool((powers <= _TWO).all()):
+                scales = scales.view(torch.uint32)
         else:
             scales = _by_group(matrix.scale.float(), num_groups)
         return cls(
@@ -105,7 +104,6 @@ class Int4Panels:
             fused=matrix.scale.dtype.itemsize == 2,
             tops=None if bits == 4 else packed_words(codes >> 4, 2 if bits <= 6 else 4),
             factors=factors,
-            small=small,
         )
 
     @classmethod
@@ -126,12 +124,18 @@ class Int4Panels:
         has_minima = self.offsets is not None and self.offsets.is_floating_point()
         has_factors = self.factors is not None
         codes = top_bits, self.e2m1, self.fused, self.paired
-        return self.width, self.scales.dtype, *codes, has_minima, has_factors
+        return self.width, self.kernel_scales.dtype, *codes, has_minima, has_factors
+
+    @property
+    def kernel_scales(self) -> Tensor:
+        """The scales as kernels read them, beside ``e2m1_kind``: those of uint32 as int32."""
+        is_small = self.scales.dtype == torch.uint32
+        return self.scales.view(torch.int32) if is_small else self.scales
 
     @property
     def e2m1_kind(self) -> int:
-        """For kernels: 0 if codes are integers, 2 if they are of e2m1 and ``small``, else 1."""
-        return self.e2m1 + self.small
+        """For kernels: 0 if codes are integers, 2 if they are of e2m1 and none above 2, else 1."""
+        return self.e2m1 + (self.scales.dtype == torch.uint32)
 
     def is_like(self, other: Int4Panels) -> bool:
         """Whether both have one form and shape, and may be stacked."""
@@ -144,18 +148,20 @@ class Int4Panels:
         assert alike[0].tops is None
         offsets = None
         if any(one.offsets is not None for one in alike):
-            plain = torch.full_like(alike[0].scales, 8, dtype=torch.int32)
+            plain = torch.full_like(alike[0].kernel_scales, 8, dtype=torch.int32)
             if alike[0].paired is not None:
                 plain = _offset(plain.to(alike[0].paired))
             offsets = torch.stack([plain if one.offsets is None else one.offsets for one in alike])
         factors = [one.factors for one in alike if one.factors is not None]
+        scales = torch.stack([one.kernel_scales for one in alike])
+        if all(one.scales.dtype == torch.uint32 for one in alike):
+            scales = scales.view(torch.uint32)
         return replace(
             alike[0],
             words=torch.stack([one.words for one in alike]),
-            scales=torch.stack([one.scales for one in alike]),
+            scales=scales,
             offsets=offsets,
             factors=torch.stack(factors) if factors else None,
-            small=all(one.small for one in alike),
         )
 
     def cut(self, rows: Tensor) -> Int4Panels:
@@ -163,8 +169,8 @@ class Int4Panels:
         tops = None if self.tops is None else self.tops[rows]
         offsets = None if self.offsets is None else self.offsets[:, rows].contiguous()
         factors = None if self.factors is None else self.factors[rows]
-        words, scales = self.words[rows], self.scales[:, rows].contiguous()
-        cut = replace(self, words=words, scales=scales, offsets=offsets)
+        words, scales = self.words[rows], self.kernel_scales[:, rows].contiguous()
+        cut = replace(self, words=words, scales=scales.view(self.scales.dtype), offsets=offsets)
         return replace(cut, tops=tops, factors=factors)
 
     def expanded(self, dtype: torch.dtype, row_ids: Tensor | None = None) -> Tensor:
@@ -177,7 +183,7 @@ class Int4Panels:
         _expand_kernel[(triton.cdiv(n, 64), triton.cdiv(k, BLOCK))](
             self.words,
             self.tops,
-            self.scales,
+            self.kernel_scales,
             self.factors,
             self.offsets,
             row_ids,
@@ -209,7 +215,7 @@ class Int4Panels:
     @property
     def width(self) -> int:
         """Features of a group."""
-        in_one = 4 if self.e2m1 and self.scales.dtype == torch.int32 else 1
+        in_one = 4 if self.e2m1 and self.kernel_scales.dtype == torch.int32 else 1
         return 8 * self.words.shape[-1] // (self.scales.shape[-2] * in_one)
 
     @property

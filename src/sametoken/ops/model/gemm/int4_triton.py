@@ -197,7 +197,7 @@ def product(
         x,
         panels.words,
         panels.tops,
-        panels.scales,
+        panels.kernel_scales,
         panels.factors,
         panels.offsets,
         bias,

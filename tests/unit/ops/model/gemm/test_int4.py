@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches
+from sametoken.errors import InvariantError
+from sametoken.models.in_place import Replacement
 from sametoken.ops.model.gemm import selfcheck
 from sametoken.ops.model.gemm.int4 import Int4Weight, elements, expanded, numbers, packed_int4
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
@@ -279,13 +281,29 @@ def test_bytes_of_e8m0_are_a_quarter_of_a_bit_a_weight_and_give_the_elements(lea
     matrix = Int4Matrix(packed_int4(values, 32), scale, None)
     panels = Int4Panels.of(matrix, torch.float32)
     assert panels.width == 32
-    assert panels.small is (most == 128)
+    assert panels.e2m1_kind == (2 if most == 128 else 1)
     assert panels.nbytes * 8 == 64 * 384 * 4.25
     some = torch.tensor([3, 60, 7])
     for dtype in (torch.float32, torch.bfloat16):
         meant = elements(matrix, dtype)
         assert torch.equal(panels.expanded(dtype).view(torch.uint8), meant.view(torch.uint8))
         assert torch.equal(panels.cut(some).expanded(dtype), meant[some])
+
+
+def test_new_scales_above_2_do_not_take_the_place_of_smaller_ones():
+    """The kernel that runs would make other elements of them."""
+    values = packed_int4(torch.ones(4, 128, dtype=torch.uint8), 32)
+    live, same, larger = (
+        Int4Panels.of(
+            Int4Matrix(values, torch.full((4, 4), scale).to(torch.float8_e8m0fnu), None),
+            torch.bfloat16,
+        )
+        for scale in (2.0, 0.5, 4.0)
+    )
+    Replacement.of(live, same).write()
+    assert (live.expanded(torch.bfloat16) == 0.25).all()
+    with pytest.raises(InvariantError, match=r"scales is .*uint32.*the new one .*int32"):
+        Replacement.of(live, larger)
 
 
 def with_factors(features: int, depth: int, factor: torch.Tensor, least=0, most=127):
@@ -383,7 +401,7 @@ one, few = panels(6144, 2880, 32, e2m1=True), x[:, :2880].contiguous()
 product(few, one)
 mxfp4 = replace(one, scales=torch.empty(23, 6144, dtype=torch.int32))
 product(few, mxfp4)
-product(few, replace(mxfp4, small=True))
+product(few, replace(mxfp4, scales=mxfp4.scales.view(torch.uint32)))
 nvfp4 = replace(one, scales=torch.empty(46, 6144, dtype=torch.int32), factors=torch.empty(6144))
 product(few, nvfp4, "silu_mul")
 nvfp4.expanded(torch.bfloat16)

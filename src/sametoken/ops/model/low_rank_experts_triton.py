@@ -162,6 +162,14 @@ class AdaptedStackedExperts:
         return moe_forward(x, self.experts, chosen, weights, out_dtype, beside, updates)
 
 
+@triton.jit
+def _own_pairs(members, member, count, numbers, adapter, TOP_K: tl.constexpr):
+    """An expert's pairs at these places, and whether the row of each chose the adapter."""
+    is_pair = member < count
+    pair = tl.load(members + member, is_pair, other=0).to(tl.int64)
+    return pair, tl.load(numbers + pair // TOP_K, is_pair, other=0) == adapter + 1
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _down_kernel(
     x,  # [rows, IN_FEATURES]; see GATHER
@@ -195,9 +203,7 @@ def _down_kernel(
     step = tl.num_programs(1) * ROWS
     for first in range(tl.program_id(1) * ROWS, count, step):
         member = first + tl.arange(0, ROWS)
-        is_pair = member < count
-        pair = tl.load(members + expert * num_pairs + member, is_pair, other=0).to(tl.int64)
-        own = tl.load(numbers + pair // TOP_K, is_pair, other=0) == adapter + 1
+        pair, own = _own_pairs(members + expert * num_pairs, member, count, numbers, adapter, TOP_K)
         if tl.max(own.to(tl.int32), axis=0) > 0:
             row = pair // TOP_K if GATHER else (start + member).to(tl.int64)
             x_rows = x + row[:, None] * IN_FEATURES
@@ -255,9 +261,7 @@ def _up_kernel(
     step = tl.num_programs(1) * ROWS
     for first in range(tl.program_id(1) * ROWS, count, step):
         member = first + tl.arange(0, ROWS)
-        is_pair = member < count
-        pair = tl.load(members + expert * num_pairs + member, is_pair, other=0).to(tl.int64)
-        own = tl.load(numbers + pair // TOP_K, is_pair, other=0) == adapter + 1
+        pair, own = _own_pairs(members + expert * num_pairs, member, count, numbers, adapter, TOP_K)
         if tl.max(own.to(tl.int32), axis=0) > 0:
             at = middle + pair[:, None] * (PARTS * RANK) + part * RANK + ranks[None, :]
             added = tl.dot(tl.load(at, own[:, None], other=0.0), right, input_precision="ieee")

@@ -68,10 +68,10 @@ CONFIGS = {
     "nemotron": Config("lightning-30b-a3b", DENSE_LEN, _KV),
     "nemotronmtp5": Config("lightning-30b-a3b", DENSE_LEN, _KV, {"method": "mtp", **SYNTHETIC5}),
     "glm": Config("glm-4.7-flash", DENSE_LEN, _KV),
+    "glmmtp3": Config("glm-4.7-flash", DENSE_LEN, _KV, {"method": "mtp", **SYNTHETIC}),
     "gptoss": Config("gpt-oss-20b", DENSE_LEN, _KV),
     "gemma3": Config("gemma-3-12b", DENSE_LEN, _KV),
     "graniteh": Config("granite-4.0-h-small", HYBRID_LEN, _KV),
-    "glmmtp3": Config("glm-4.7-flash", DENSE_LEN, _KV, {"method": "mtp", **SYNTHETIC}),
 }
 
 

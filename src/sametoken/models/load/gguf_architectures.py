@@ -26,6 +26,10 @@ from sametoken.models.load.gguf_settings import (
     SIZE_IN_WINDOWS,
     SOFTMAX,
     SOFTMAX_OF_CHOSEN,
+    SSM_GROUPS,
+    SSM_HEADS,
+    SSM_KERNEL,
+    SSM_STATE,
     WINDOW,
 )
 from sametoken.models.load.settings import ANOTHER, Settings, require_values
@@ -40,10 +44,10 @@ _ROUTED_AND_SHARED: Mapping[str, str] = {
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
 _OF_LINEAR: Mapping[str, str] = {
-    "linear_conv_kernel_dim": "ssm.conv_kernel",
-    "linear_key_head_dim": "ssm.state_size",
-    "linear_num_key_heads": "ssm.group_count",
-    "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_conv_kernel_dim": SSM_KERNEL,
+    "linear_key_head_dim": SSM_STATE,
+    "linear_num_key_heads": SSM_GROUPS,
+    "linear_num_value_heads": SSM_HEADS,
 }
 _OF_DEEPSEEK: Mapping[str, str] = {
     "n_routed_experts": "expert_count",

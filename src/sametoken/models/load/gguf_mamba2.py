@@ -20,12 +20,16 @@ from sametoken.models.load.gguf_settings import (
     FEED_FORWARD,
     KV_HEADS,
     SIGMOID,
+    SSM_FEATURES,
+    SSM_GROUPS,
+    SSM_HEADS,
+    SSM_KERNEL,
+    SSM_STATE,
     layers_and_modules,
+    value_size,
 )
 from sametoken.models.load.settings import COMPARE, Settings
 
-HEADS, FEATURES = "ssm.time_step_rank", "ssm.inner_size"
-GROUPS, STATE, KERNEL = "ssm.group_count", "ssm.state_size", "ssm.conv_kernel"
 FINETUNED = "rope.scaling.finetuned"
 #: Keys of Granite's factors.
 FACTORS: Mapping[str, str] = {
@@ -35,10 +39,10 @@ FACTORS: Mapping[str, str] = {
     "logits_scaling": "logit_scale",
 }
 _SIZES: Mapping[str, str] = {
-    "mamba_n_heads": HEADS,
-    "mamba_n_groups": GROUPS,
-    "mamba_d_state": STATE,
-    "mamba_d_conv": KERNEL,
+    "mamba_n_heads": SSM_HEADS,
+    "mamba_n_groups": SSM_GROUPS,
+    "mamba_d_state": SSM_STATE,
+    "mamba_d_conv": SSM_KERNEL,
 }
 
 
@@ -79,10 +83,9 @@ def _by_layer(settings: Settings, key: str) -> list[int]:
 
 def _of_bamba_s_keys(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
     """Sizes and biases of Mamba-2."""
-    inner = settings.integer(FEATURES)
     return {
-        "mamba_d_head": inner // settings.integer(HEADS),
-        "mamba_expand": inner // settings.integer("embedding_length"),
+        "mamba_d_head": value_size(settings),
+        "mamba_expand": settings.integer(SSM_FEATURES) // settings.integer("embedding_length"),
         "mamba_conv_bias": _has(tensors, "ssm_conv1d.bias"),
         "mamba_proj_bias": _has(tensors, "ssm_in.bias"),
     }
@@ -110,7 +113,7 @@ def _granite(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str,
 def _falcon(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
     """The weights of files are multiplied already, so all factors are 1."""
     return _of_bamba_s_keys(settings, tensors) | {
-        "mamba_d_ssm": settings.integer(FEATURES),
+        "mamba_d_ssm": settings.integer(SSM_FEATURES),
         "mamba_rms_norm": _has(tensors, "ssm_norm.weight"),
         "mamba_norm_before_gate": False,
         "projectors_bias": _has(tensors, "ssm_out.bias"),
@@ -127,7 +130,7 @@ def _nemotron(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str
     both = zip(_by_layer(settings, KV_HEADS), _by_layer(settings, FEED_FORWARD), strict=True)
     return layers_and_modules(settings) | {
         "layer_types": [kind(index, *counts) for index, counts in enumerate(both)],
-        "mamba_head_dim": settings.integer(FEATURES) // settings.integer(HEADS),
+        "mamba_head_dim": value_size(settings),
         "use_conv_bias": _has(tensors, "ssm_conv1d.bias"),
         "use_bias": _has(tensors, "ssm_in.bias"),
     }
@@ -175,10 +178,10 @@ _NEMOTRON = Architecture(
     rotates=False,
     missing_axes={"conv1d.weight": 1},
     sizes={
-        "mamba_num_heads": HEADS,
-        "n_groups": GROUPS,
-        "ssm_state_size": STATE,
-        "conv_kernel": KERNEL,
+        "mamba_num_heads": SSM_HEADS,
+        "n_groups": SSM_GROUPS,
+        "ssm_state_size": SSM_STATE,
+        "conv_kernel": SSM_KERNEL,
     },
     keys={
         "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",

@@ -18,6 +18,10 @@ PATTERN = "attention.sliding_window_pattern"
 #: Factors on cos and sin of a scaled rope, by the converters of the time.
 ATTENTION_FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
 QUERY_GROWTH, LOG_MULTIPLIER = "attention.temperature_scale", "rope.scaling.yarn_log_multiplier"
+#: Of recurrent layers: heads and features of values, heads of keys or groups, elements of a state,
+#: taps of a convolution.
+SSM_HEADS, SSM_FEATURES = "ssm.time_step_rank", "ssm.inner_size"
+SSM_GROUPS, SSM_STATE, SSM_KERNEL = "ssm.group_count", "ssm.state_size", "ssm.conv_kernel"
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
 CORRECTION = "exp_probs_b.bias"
 
@@ -174,20 +178,21 @@ def layers_and_modules(settings: Settings) -> dict[str, Any]:
     return {"num_hidden_layers": num_layers, "num_nextn_predict_layers": num_modules}
 
 
-def _value_size(settings: Settings) -> int:
-    return settings.integer("ssm.inner_size") // settings.integer("ssm.time_step_rank")
+def value_size(settings: Settings) -> int:
+    """Features of a head of a recurrent layer's values."""
+    return settings.integer(SSM_FEATURES) // settings.integer(SSM_HEADS)
 
 
 def gated_delta_net(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
     """The size of a head of values."""
-    return {"linear_value_head_dim": _value_size(settings), **layers_and_modules(settings)}
+    return {"linear_value_head_dim": value_size(settings), **layers_and_modules(settings)}
 
 
 def value_heads(settings: Settings) -> dict[str, Turns]:
     """Qwen3.5's, which llama.cpp meets with heads of keys that are repeated as a whole."""
-    num_keys, size = settings.integer("ssm.group_count"), _value_size(settings)
-    ratio = settings.integer("ssm.time_step_rank") // num_keys
-    rows = Turns(2 * num_keys * settings.integer("ssm.state_size"), num_keys, ratio, size)
+    num_keys, size = settings.integer(SSM_GROUPS), value_size(settings)
+    ratio = settings.integer(SSM_HEADS) // num_keys
+    rows = Turns(2 * num_keys * settings.integer(SSM_STATE), num_keys, ratio, size)
     by_head = rows._replace(first=0, size=1)
     return {
         "in_proj_qkv.weight": rows,

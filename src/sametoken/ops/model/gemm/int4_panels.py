@@ -90,8 +90,8 @@ class Int4Panels:
         if matrix.scale.itemsize == 1:
             powers = matrix.scale.view(torch.uint8)
             scales = _bytes_by_block(powers, BLOCK // matrix.width)
-            is_known = BLOCK // matrix.width == 4 and not powers.is_meta
-            if is_known and bool((powers <= _TWO).all()):
+            is_power = BLOCK // matrix.width == 4 and factors is None
+            if is_power and not powers.is_meta and bool((powers <= _TWO).all()):
                 scales = scales.view(torch.uint32)
         else:
             scales = _by_group(matrix.scale.float(), num_groups)
@@ -129,13 +129,16 @@ class Int4Panels:
     @property
     def kernel_scales(self) -> Tensor:
         """The scales as kernels read them, beside ``e2m1_kind``: those of uint32 as int32."""
-        is_small = self.scales.dtype == torch.uint32
-        return self.scales.view(torch.int32) if is_small else self.scales
+        return self.scales.view(torch.int32) if self._is_small else self.scales
 
     @property
     def e2m1_kind(self) -> int:
         """For kernels: 0 if codes are integers, 2 if they are of e2m1 and none above 2, else 1."""
-        return self.e2m1 + (self.scales.dtype == torch.uint32)
+        return self.e2m1 + self._is_small
+
+    @property
+    def _is_small(self) -> bool:
+        return self.scales.dtype == torch.uint32
 
     def is_like(self, other: Int4Panels) -> bool:
         """Whether both have one form and shape, and may be stacked."""
@@ -154,7 +157,7 @@ class Int4Panels:
             offsets = torch.stack([plain if one.offsets is None else one.offsets for one in alike])
         factors = [one.factors for one in alike if one.factors is not None]
         scales = torch.stack([one.kernel_scales for one in alike])
-        if all(one.scales.dtype == torch.uint32 for one in alike):
+        if all(one._is_small for one in alike):
             scales = scales.view(torch.uint32)
         return replace(
             alike[0],

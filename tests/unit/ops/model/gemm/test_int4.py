@@ -290,6 +290,14 @@ def test_bytes_of_e8m0_are_a_quarter_of_a_bit_a_weight_and_give_the_elements(lea
         assert torch.equal(panels.cut(some).expanded(dtype), meant[some])
 
 
+def test_powers_beside_factors_are_no_powers():
+    values = (torch.arange(4 * 128).view(4, 128) % 16).to(torch.uint8)
+    scale = torch.full((4, 4), 0.25).to(torch.float8_e8m0fnu)
+    matrix = Int4Matrix(packed_int4(values, 32), scale, None, factor=torch.tensor([1.0, 3, 0.5, 7]))
+    panels = Int4Panels.of(matrix, torch.bfloat16)
+    assert torch.equal(panels.expanded(torch.bfloat16), elements(matrix, torch.bfloat16))
+
+
 def test_new_scales_above_2_do_not_take_the_place_of_smaller_ones():
     """The kernel that runs would make other elements of them."""
     values = packed_int4(torch.ones(4, 128, dtype=torch.uint8), 32)

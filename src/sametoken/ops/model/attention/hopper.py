@@ -36,7 +36,7 @@ QUERIES = 64
 #: Query tiles x KV heads from which programs of whole rows fill the chip.
 BUSY_PROGRAMS = 100
 
-#: Positions of a window up to which one program is done before several would be.
+#: Positions of a window up to which a program of 64 queries is done first, of few rows or many.
 SHORT_WINDOW = 256
 
 #: Most query tiles of a launch of splits: each program looks at all of them.
@@ -131,6 +131,8 @@ def choose(
     ``num_rows`` limits the rows of all runs together.
     """
     table = table_for(shape)
+    if shape.sliding_window is not None and shape.sliding_window <= SHORT_WINDOW:
+        return table.narrow
     group = shape.num_heads // shape.num_kv_heads
     rows = QUERIES // group
     tiles = num_runs * cdiv(width, rows)
@@ -139,8 +141,7 @@ def choose(
     if tiles > MAX_TILES or counters > MAX_COUNTERS or partial_bytes > MAX_PARTIAL_BYTES:
         return table.wide
     programs = most_tiles(num_runs, width, num_rows, rows) * shape.num_kv_heads
-    is_short = shape.sliding_window is not None and shape.sliding_window <= SHORT_WINDOW
-    if (width * group <= QUERIES // 2 or programs < BUSY_PROGRAMS) and not is_short:
+    if width * group <= QUERIES // 2 or programs < BUSY_PROGRAMS:
         return table.splits
     if width <= rows or programs < BUSY_PROGRAMS * table.wide.warp_groups:
         return table.narrow

@@ -20,11 +20,11 @@ from sametoken.ops.model.attention.hopper_tiles import (
     join_parts,
     load_queries,
     load_tiles,
+    own_tiles,
     run_of,
     store_part,
     store_rows,
 )
-from sametoken.ops.model.attention.schedule import begin_of, own_part
 
 #: A counter's unit for splits whose result went into the split after them.
 JOINED = gl.constexpr(1 << 16)
@@ -53,11 +53,12 @@ def _load_by_splits(
             table = block_table + gl.load(slots + begin) * table_stride
             final = gl.load(positions + begin).to(gl.int32)
             shift = before - start
-            split, last, _ = own_part(low + shift, high + shift, first_split, end, TILE)
+            split, last, _, kv, stop_kv = own_tiles(
+                low + shift, high + shift, first_split, before, end, TILE, WINDOW
+            )
             if split < last:
                 count = load_tiles(
-                    keys, values, table, table_stride - 1, final, head,
-                    begin_of(split) // TILE, min(begin_of(last) // TILE, end), count,
+                    keys, values, table, table_stride - 1, final, head, kv, stop_kv, count,
                     ring, full, free, KV_HEADS, BLOCK_SIZE, TILE, BLOCK_DIM, SLOTS, PDL,
                 )  # fmt: skip
             start += end - before
@@ -86,9 +87,10 @@ def _attend_by_splits(
             position = gl.load(positions + first).to(gl.int32)
             first_split, end, before = extent(position, num_rows, TILE, WINDOW)
             shift = before - start
-            split, last, end_split = own_part(low + shift, high + shift, first_split, end, TILE)
+            split, last, end_split, kv, stop_kv = own_tiles(
+                low + shift, high + shift, first_split, before, end, TILE, WINDOW
+            )
             if split < last:
-                kv, stop_kv = begin_of(split) // TILE, min(begin_of(last) // TILE, end)
                 slot = gl.load(slots + begin)
                 if PDL:
                     cuda.gdc_wait()

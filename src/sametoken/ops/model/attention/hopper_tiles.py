@@ -34,7 +34,7 @@ from sametoken.ops.model.attention.hopper_sums import (
     summed,
     with_sinks,
 )
-from sametoken.ops.model.attention.schedule import begin_of, split_of
+from sametoken.ops.model.attention.schedule import begin_of, own_part, split_of
 
 
 @gluon.jit
@@ -59,13 +59,27 @@ def run_of(tile, starts, first_run, width, tiles_per_run, ROWS: gl.constexpr):
 
 @gluon.jit
 def extent(position, num_rows, TILE: gl.constexpr, WINDOW: gl.constexpr):
-    """A query tile's first split, the KV tile after its last one, and that split's first KV tile.
+    """A query tile's first split, the KV tile after its last one, and its first KV tile.
 
     ``position`` is that of the tile's first row; rows of a run ascend by one. Dead rows at a run's
-    end count too: they read KV and give nothing.
+    end count too: they read KV and give nothing. A window may begin within a split.
     """
-    first = split_of(gl.maximum(position - WINDOW + 1, 0)) if WINDOW else 0 * position
-    return first, (position + num_rows + TILE - 1) // TILE, begin_of(first) // TILE
+    begin = gl.maximum(position - WINDOW + 1, 0) if WINDOW else 0 * position
+    return split_of(begin), (position + num_rows + TILE - 1) // TILE, begin // TILE
+
+
+@gluon.jit
+def own_tiles(low, high, first, begin, end, TILE: gl.constexpr, WINDOW: gl.constexpr):
+    """Of a query tile over KV tiles ``begin .. end - 1``, the splits in ``low .. high - 1``: the
+    first of them, the one after their last, the one after the query tile's last (``own_part``), and
+    their first KV tile and the one after their last.
+    """
+    split, last, after = own_part(low, high, first, end, TILE)
+    if WINDOW:
+        # Of a split that the window cuts, the middle may lie before the window.
+        split = gl.where(low <= begin, first, split)
+    kv = gl.maximum(begin_of(split) // TILE, begin) if WINDOW else begin_of(split) // TILE
+    return split, last, after, kv, gl.minimum(begin_of(last) // TILE, end)
 
 
 @gluon.jit
@@ -289,7 +303,7 @@ def attend(
     HEAD_DIM: gl.constexpr, BLOCK_DIM: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr,
     SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """64 queries over KV tiles ``begin .. end - 1``, which begin at a split's border.
+    """64 queries over KV tiles ``begin .. end - 1``, from a split's border or a window's beginning.
 
     A tile's scores are multiplied while the weights of the tile before it are. Splits are joined
     in ``kept`` and ``rest`` if it ``joins``; else the results of all but the last are stored.

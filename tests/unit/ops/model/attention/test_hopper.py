@@ -16,7 +16,13 @@ import torch
 from helpers.compiled import Launched, compile_launches, unused_barriers
 from sametoken.ops.backend import AttentionRows, AttentionShape, KeptRows, LayerKV, RowRuns
 from sametoken.ops.dispatch import attention_kernels
-from sametoken.ops.model.attention import hopper, hopper_kernels, hopper_sums, schedule
+from sametoken.ops.model.attention import (
+    hopper,
+    hopper_kernels,
+    hopper_sums,
+    hopper_tiles,
+    schedule,
+)
 from sametoken.ops.model.attention.tuning import LOG2_E
 
 QWEN3 = AttentionShape(32, 8, 128)
@@ -71,6 +77,45 @@ def test_parts_of_a_line_hold_every_split_once_and_their_share_to_half_a_split(
             excess = min(borders[last], end) - borders[split] - (high - low)
             assert 2 * excess <= sum(borders[s + 1] - borders[s] for s in (split, last - 1))
     assert found == [*range(first, after)]
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("window", [1, 100, 128, 1024, 4096])
+def test_parts_of_windows_hold_every_split_once_from_where_the_window_begins(
+    window, tile, own_part, monkeypatch
+):
+    for name in ("begin_of", "split_of"):
+        monkeypatch.setattr(hopper_tiles, name, partial(value, getattr(schedule, name)))
+    language = SimpleNamespace(minimum=min, maximum=max, where=schedule.tl.where)
+    monkeypatch.setattr(hopper_tiles, "gl", language)
+    monkeypatch.setattr(hopper_tiles, "own_part", own_part)
+    for position, rows in (
+        (0, 1),
+        (100, 8),
+        (1300, 4),
+        (4095, 1),
+        (8191, 1),
+        (8200, 4),
+        (40_000, 8),
+    ):
+        first, end, begin = hopper_tiles.extent.fn(position, rows, tile, window)
+        seen = max(position - window + 1, 0)
+        assert begin * tile <= seen < (begin + 1) * tile
+        for programs in (1, 2, 5, 128):
+            cuts = [begin - (-place * (end - begin) // programs) for place in range(programs + 1)]
+            splits, tiles = [], []
+            for low, high in pairwise(cuts):
+                if low >= end:
+                    break
+                split, last, after, kv, stop = hopper_tiles.own_tiles.fn(
+                    low, high, first, begin, end, tile, window
+                )
+                assert after == schedule.max_splits(end * tile)
+                if split < last:
+                    splits += range(split, last)
+                    tiles += range(kv, stop)
+            assert splits == [*range(first, after)]
+            assert tiles == [*range(begin, end)]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
     python benchmarks/kernels/latent_attention_gpu.py [--heads 16,20,128] [--kernels triton,gluon]
         [--cases 8x1x16384,8x1x16400,64x1x2060,256x1x1100,32x1x8200,8x4x16384,1x512x4096,...]
+        [--float8]
 
 A case is batch x window x context. Powers of two divide evenly among programs and flatter: some
 contexts are as long as a request's after some tokens. Times are of one layer, inside a CUDA graph
@@ -68,12 +69,13 @@ Config = LatentConfig | LatentHopperConfig
 class Scene:
     """A batch of slots with equal contexts, over several layers of shuffled blocks."""
 
-    def __init__(self, batch: int, context: int) -> None:
+    def __init__(self, batch: int, context: int, dtype: torch.dtype) -> None:
         self.batch, self.context = batch, context
         per_slot = -(-context // BLOCK_SIZE)
         layer = (batch * per_slot + 1, BLOCK_SIZE, WIDTH)
-        layers = max(2, -(-ROTATED_BYTES // (2 * torch.Size(layer).numel())))
+        layers = max(2, -(-ROTATED_BYTES // (dtype.itemsize * torch.Size(layer).numel())))
         memory = torch.empty((layers, *layer), dtype=torch.bfloat16, device="cuda").normal_()
+        memory = memory.to(dtype)
         self.layers = [LayerLatent(one, RANK) for one in memory]
         self.table = torch.randperm(batch * per_slot, device="cuda").view(batch, per_slot)
 
@@ -135,10 +137,10 @@ def name_of(config: Config) -> str:
     return f"{config.form}{config.block_queries}w{config.num_warps}s{config.num_stages}{left}"
 
 
-def time_case(case: Case, heads: int, kernels: set[str]) -> None:
+def time_case(case: Case, heads: int, kernels: set[str], dtype: torch.dtype) -> None:
     """One line: the fastest configuration against the limits, and all of them in us a layer."""
     batch, window, context = case
-    scene, found = Scene(batch, context), []
+    scene, found = Scene(batch, context, dtype), []
     rows = batch * window
     families: list[tuple[Config, list[Config]]] = []
     if "triton" in kernels:
@@ -158,7 +160,7 @@ def time_case(case: Case, heads: int, kernels: set[str]) -> None:
                 mark = "*" if config == chosen else ""
                 found.append((elapsed, f"{name_of(config)}{mark}{wrong} {elapsed:.1f}"))
     visible = rows * (context - (window - 1) / 2)
-    flops, read = 2 * heads * visible * (WIDTH + RANK), 2 * batch * context * WIDTH
+    flops, read = 2 * heads * visible * (WIDTH + RANK), dtype.itemsize * batch * context * WIDTH
     best = min(found, default=(float("nan"),))[0]
     listed = ", ".join(text for _, text in sorted(found))
     print(
@@ -187,6 +189,7 @@ def main() -> None:
     parser.add_argument("--kernels", default="triton,gluon")
     cases = "8x1x16384,8x1x16400,64x1x2060,256x1x1100,32x1x8200,8x4x16384,1x512x4096,1x2048x16384"
     parser.add_argument("--cases", default=cases)
+    parser.add_argument("--float8", action="store_true", help="vectors in float8")
     options = parser.parse_args()
     kernels = set(options.kernels.split(","))
     bandwidth, rate = limits()
@@ -194,7 +197,8 @@ def main() -> None:
     cases = [tuple(int(size) for size in case.split("x")) for case in options.cases.split(",")]
     for heads in (int(count) for count in options.heads.split(",")):
         for batch, window, context in cases:
-            time_case((batch, window, context), heads, kernels)
+            dtype = torch.float8_e4m3fn if options.float8 else torch.bfloat16
+            time_case((batch, window, context), heads, kernels, dtype)
             torch.cuda.empty_cache()
     for rows in sorted({batch * window for batch, window, _ in cases}):
         time_products(rows)

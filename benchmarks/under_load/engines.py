@@ -265,6 +265,10 @@ class VLLM:
         if engine_args.config.startswith("glm"):
             # Latent attention has backends of its own.
             del options["attention_backend"]
+        if engine_args.config.startswith("graniteh"):
+            # transformers gives layers' types names that vLLM 0.24 does not know.
+            types = engine_args.model_config["layer_types"]
+            options["hf_overrides"] = {"layer_types": types}
         if engine_args.config.startswith("gptoss"):
             # Its engine's process is forked from this one.
             _random_mxfp4_experts()

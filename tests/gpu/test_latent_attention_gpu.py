@@ -13,6 +13,7 @@ from recorded_gpu import answer
 from helpers.rows import runs_of
 from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.hopper import is_hopper
+from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.ops.model.latent_attention import (
     heads_triton,
     hopper,
@@ -150,6 +151,38 @@ def test_all_launches_on_hopper_have_equal_bits(heads, dtype, prompt):
         found = one.run(where, runs=runs, kernels=hopper, config=config)
         assert torch.equal(found, expected)
         assert not found[~live].any()
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    ("heads", "dtype", "block_size", "prompt"),
+    [(16, torch.bfloat16, 64, 100), (20, torch.bfloat16, 16, 100), (128, torch.float16, 128, 23)],
+    ids=str,
+)
+def test_float8_has_the_bits_of_its_numbers_in_16_bits_on_hopper(heads, dtype, block_size, prompt):
+    """In every form, with its scale; elsewhere latents are as large as they can be, keys NaN."""
+    one = Scene(heads, dtype, block_size=block_size)
+    stored = one.memory.vectors.clamp(-448, 448).to(FLOAT8)
+    where = [(0, at) for at in range(5200 - prompt, 5200)] + [(1, at) for at in range(1017, 1030)]
+    where += [(4, 0), (4, 0), (2, 255), (2, 256), (2, 257), (3, 0), (4, 0)]
+    runs = runs_of([prompt, 15, 0, 3, 2], device="cuda")
+    spread = [*hopper.CONFIGS.values(), hopper.JOINING]
+    several = [replace(config, programs=7) for config in spread]
+    for scale in (1.0, 0.5):
+        one.memory = LayerLatent((stored.to(dtype) * scale).to(dtype), RANK)
+        expected = one.run(where, runs=runs, kernels=hopper)
+        assert expected.isfinite().all()
+        given = None if scale == 1.0 else torch.full((1,), scale, device="cuda")
+        one.memory = LayerLatent(stored, RANK, given)
+        for config in (*spread, *several, hopper.WHOLE_ROWS, None):
+            found = one.run(where, runs=runs, kernels=hopper, config=config)
+            assert torch.equal(found, expected), (scale, config)
+    one.memory = LayerLatent(stored, RANK, torch.full((1,), 0.3, device="cuda"))
+    expected = one.run(where, runs=runs, kernels=hopper)
+    near = one.run(where, runs=runs, kernels=triton)
+    torch.testing.assert_close(expected, near, rtol=2e-2, atol=2e-2)
+    for config in (*spread, *several, hopper.WHOLE_ROWS):
+        assert torch.equal(one.run(where, runs=runs, kernels=hopper, config=config), expected)
 
 
 @needs_hopper

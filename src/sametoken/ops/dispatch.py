@@ -99,7 +99,7 @@ def attention_scratch(
         if hopper.serves(shape, stored, block_size, device):
             return hopper.most_scratch(shape, launches)
         return triton.most_scratch(shape, dtype, launches)
-    if latent_hopper.serves(shape.rank, shape.width, stored, block_size, device):
+    if latent_hopper.serves(shape.rank, shape.width, dtype, stored, block_size, device):
         return latent_hopper.most_scratch(shape.num_heads, launches)
     return latent.most_scratch(shape, dtype, launches)
 

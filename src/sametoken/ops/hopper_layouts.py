@@ -24,15 +24,15 @@ VIEWS_REACH_FURTHER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8
 
 
 @gluon.constexpr_function
-def _in_lines(bits, rank=2):
-    """Lines of 128 bytes, swizzled, whose elements have this number of bits."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=rank)
+def _in_lines(bits, rank=2, line_bytes=128):
+    """Lines of 128 or 64 bytes, swizzled, whose elements have this number of bits."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=line_bytes, element_bitwidth=bits, rank=rank)
 
 
 @gluon.constexpr_function
-def swizzled(dtype, rank=2):
+def swizzled(dtype, rank=2, line_bytes=128):
     """The shared memory of a tile of this dtype, as TMA writes and wgmma reads it."""
-    return _in_lines(dtype.primitive_bitwidth, rank)
+    return _in_lines(dtype.primitive_bitwidth, rank, line_bytes)
 
 
 @gluon.jit
@@ -56,12 +56,12 @@ def products(columns, depth=16):
 _lines_of_memory = cache(_in_lines)
 
 
-def boxes(memory: Tensor, height: int) -> TensorDescriptor:
-    """What one TMA load reads: ``height`` rows [..., columns] of 128 bytes; 0 beyond the last."""
+def boxes(memory: Tensor, height: int, line_bytes: int = 128) -> TensorDescriptor:
+    """What one TMA load reads: ``height`` rows [..., columns] of a line; 0 beyond the last."""
     lines = memory.view(-1, memory.shape[-1])
     assert len(lines) < 2**31
-    box = [height, 128 // memory.itemsize]
-    return TensorDescriptor.from_tensor(lines, box, _lines_of_memory(8 * memory.itemsize))
+    layout = _lines_of_memory(8 * memory.itemsize, 2, line_bytes)
+    return TensorDescriptor.from_tensor(lines, [height, line_bytes // memory.itemsize], layout)
 
 
 def boxes_of_halves(memory: Tensor) -> TensorDescriptor:

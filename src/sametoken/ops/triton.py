@@ -283,8 +283,8 @@ class TritonKernels:
     def latent_attention(
         self, q: Tensor, scale: float, rows: QueryRows, memory: LayerLatent
     ) -> Tensor:
-        (block_size, width), dtype = memory.vectors.shape[1:], memory.vectors.dtype
-        if latent_hopper.serves(memory.rank, width, dtype, block_size, q.device):
+        (block_size, width), stored = memory.vectors.shape[1:], memory.vectors.dtype
+        if latent_hopper.serves(memory.rank, width, q.dtype, stored, block_size, q.device):
             return latent_hopper.attention(q, scale, rows, memory)
         return latent_attention.attention(q, scale, rows, memory)
 

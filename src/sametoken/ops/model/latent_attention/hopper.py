@@ -20,6 +20,7 @@ from sametoken.ops.backend import QueryRows, RunGroup
 from sametoken.ops.hopper import MULTIPROCESSORS, is_hopper
 from sametoken.ops.hopper_layouts import boxes
 from sametoken.ops.model.attention.hopper import block_runs, reads_earlier_passes
+from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.ops.model.attention.schedule import max_splits
 from sametoken.ops.model.attention.scratch import Launches, Scratch, most_bytes, of_splits
 from sametoken.ops.model.attention.tuning import LOG2_E, MAX_PARTIAL_BYTES
@@ -70,21 +71,30 @@ JOINING_TILES = 128
 
 WHOLE_ROWS = LatentHopperConfig(PAIR_QUERIES, 0)
 
-#: Of the kernels of pairs: warps of the first of both warp groups, and registers of a thread, on
-#: average over warps.
-PAIR_SIZES = {"num_warps": 4, "maxnreg": 168}
-
-#: Of ``splits_kernel``, by queries of a tile and ``joins``: the same, tiles of 64 vectors in shared
-#: memory, and registers of a thread that sums or loads. Beside a program of 16 queries that joins
-#: nothing two of ``join_kernel`` fit in a multiprocessor's registers. So the join is there when the
-#: last split is, and the next layer's splits begin while it runs.
-FEW_SIZES = {
-    (queries, joins): {
-        "SLOTS": 2, "num_warps": 4, "maxnreg": registers,
-        "SUM_REGISTERS": of_sums, "LOAD_REGISTERS": 40,
+#: Of the kernels of pairs, by bytes of an element: warps of the first of both warp groups,
+#: registers of a thread, on average over warps, in a pair, and in the warps beside it; and warps
+#: that widen float8.
+PAIR_SIZES = {
+    itemsize: {
+        "num_warps": 4, "maxnreg": 168,
+        "PAIR_REGISTERS": of_pair, "LOAD_REGISTERS": of_others, "WIDEN_WARPS": warps,
     }
-    for queries, joins, registers, of_sums in (
-        (16, False, 96, 96), (16, True, 128, 136), (32, False, 128, 144),
+    for itemsize, of_pair, of_others, warps in ((2, 240, 24, 0), (1, 216, 72, 2))
+}  # fmt: skip
+
+#: Of ``splits_kernel``, by bytes of an element, queries of a tile and ``joins``: the same, tiles of
+#: 64 vectors in shared memory, registers of a thread that sums, and of one that loads or widens.
+#: Beside a program of 16 queries that joins nothing two of ``join_kernel`` fit in a
+#: multiprocessor's registers, one of float8. So the join is there when the last split is, and the
+#: next layer's splits begin while it runs.
+FEW_SIZES = {
+    (itemsize, queries, joins): {
+        "SLOTS": 2, "num_warps": 4, "maxnreg": registers,
+        "SUM_REGISTERS": of_sums, "LOAD_REGISTERS": 40, "WIDEN_WARPS": warps,
+    }
+    for itemsize, queries, joins, registers, of_sums, warps in (
+        (2, 16, False, 96, 96, 0), (2, 16, True, 128, 136, 0), (2, 32, False, 128, 144, 0),
+        (1, 16, False, 80, 96, 4), (1, 16, True, 96, 136, 4), (1, 32, False, 96, 144, 4),
     )
 }  # fmt: skip
 
@@ -98,12 +108,21 @@ JOIN_SIZES = {
 
 
 def serves(
-    rank: int, width: int, dtype: torch.dtype, block_size: int, device: torch.device
+    rank: int,
+    width: int,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    block_size: int,
+    device: torch.device,
 ) -> bool:
-    """Whether these kernels compute this attention: always or never in an engine."""
+    """Whether these kernels compute this attention: always or never in an engine.
+
+    ``dtype`` is that of queries, ``stored`` that of vectors.
+    """
     return (
         is_hopper(device)
         and dtype in (torch.bfloat16, torch.float16)
+        and stored in (dtype, FLOAT8)
         and (rank, width) == (RANK, WIDTH)
         and block_size in (16, 32, 64, 128)
     )
@@ -182,7 +201,8 @@ def attention(
         q: contiguous, bf16 or fp16.
         scale: factor on the scores, positive.
         rows: positions and slots of the rows, with their runs.
-        memory: the layer's vectors, contiguous, finite in their first 512 elements.
+        memory: the layer's vectors, contiguous, finite in their first 512 elements; of q's dtype,
+            or float8 e4m3.
         config: the configuration of all launches; None: ``choose``.
     """
     assert rows.runs is not None
@@ -212,11 +232,14 @@ def _launch(
     assert rows.runs is not None
     where = (rows.positions, rows.slots, rows.runs.starts)
     queries = boxes(q, PAIR_QUERIES) if config.queries == PAIR_QUERIES else q
-    vectors = boxes(memory.vectors, min(memory.vectors.shape[1], 64))
-    inputs = (queries, vectors, *where, rows.block_table)
+    vectors = boxes(memory.vectors, min(memory.vectors.shape[1], 64), 64 * memory.vectors.itemsize)
+    inputs = (queries, vectors, *where, rows.block_table, memory.scale)
+    itemsize, few = memory.vectors.itemsize, config.queries < PAIR_QUERIES
+    sizes = FEW_SIZES[itemsize, config.queries, config.joins] if few else PAIR_SIZES[itemsize]
     constants = {
         "HEADS": q.shape[1],
         "BLOCK_SIZE": memory.vectors.shape[1],
+        **sizes,
         **pdl_options(q, early=reads_earlier_passes(rows)),
     }
     max_seq_len = rows.block_table.shape[1] * memory.vectors.shape[1]
@@ -238,10 +261,11 @@ def _launch_rows(
     assert config.queries == PAIR_QUERIES
     tiles = most_tiles(group.num_runs, group.max_rows, len(q), q.shape[1], PAIR_QUERIES)
     running = q.new_empty(scratch.sums, dtype=torch.float32)
+    table = inputs[-2]
     pair_rows_kernel[(tiles,)](
-        *inputs, running, out, group.first, group.max_rows, group.num_runs, inputs[-1].stride(0),
-        scale, BLOCK_RUNS=block_runs(inputs[-1], group),
-        **constants, **PAIR_SIZES,
+        *inputs, running, out, group.first, group.max_rows, group.num_runs, table.stride(0),
+        scale, BLOCK_RUNS=block_runs(table, group),
+        **constants,
     )  # fmt: skip
 
 
@@ -255,7 +279,7 @@ def _launch_splits(
     constants: dict[str, int],
     scratch: Scratch,
 ) -> None:
-    heads, (*_, positions, slots, starts, table) = q.shape[1], inputs
+    heads, (*_, positions, slots, starts, table, vector_scale) = q.shape[1], inputs
     pair = config.queries == PAIR_QUERIES
     tiles_per_run = triton.cdiv(group.max_rows * heads, config.queries)
     num_tiles = group.num_runs * tiles_per_run
@@ -267,15 +291,15 @@ def _launch_splits(
     num_joined = q.new_empty(num_tiles, dtype=torch.int32) if config.joins else None
     if pair:
         pair_splits_kernel[(config.programs,)](
-            *inputs, sums, stats, *tile_sizes, scale, **constants, **PAIR_SIZES
+            *inputs, sums, stats, *tile_sizes, scale, **constants
         )
     else:
         splits_kernel[(config.programs,)](
             *inputs, out, sums, stats, num_joined, *tile_sizes, scale,
             QUERIES=config.queries, JOINS=config.joins, **constants,
-            **FEW_SIZES[config.queries, config.joins],
         )  # fmt: skip
     join_kernel[group.num_runs * group.max_rows, heads](
-        sums, stats, positions, slots, starts, num_joined, out, *tile_sizes[:3], config.queries,
-        most, scale, HEADS=heads, PAIR=pair, **JOIN_SIZES[config.joins], **pdl_options(q),
+        sums, stats, positions, slots, starts, vector_scale, num_joined, out, *tile_sizes[:3],
+        config.queries, most, scale, HEADS=heads, PAIR=pair, **JOIN_SIZES[config.joins],
+        **pdl_options(q),
     )  # fmt: skip

@@ -14,11 +14,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra import cuda
 
-from sametoken.ops.hopper_layouts import products
+from sametoken.ops.hopper_layouts import new_barriers, products
+from sametoken.ops.model.attention.arithmetic import scaled
 from sametoken.ops.model.attention.hopper_kernels import jit_over_runs
 from sametoken.ops.model.attention.hopper_sums import LOWEST, joined
 from sametoken.ops.model.attention.hopper_tiles import rows_of_run
 from sametoken.ops.model.attention.schedule import begin_of, splits_before
+from sametoken.ops.model.latent_attention.hopper_float8 import widen_by_splits
 from sametoken.ops.model.latent_attention.hopper_pair_results import dim_of as pair_dim_of
 from sametoken.ops.model.latent_attention.hopper_results import (
     dim_of,
@@ -32,6 +34,7 @@ from sametoken.ops.model.latent_attention.hopper_tiles import (
     RANK,
     TILE,
     WIDTH,
+    divisor_of,
     factors_of,
     load_queries,
     load_tiles,
@@ -46,7 +49,7 @@ from sametoken.ops.model.latent_attention.hopper_tiles import (
 
 @gluon.jit
 def _load_by_splits(
-    vectors, positions, slots, starts, block_table, ring, full, free,
+    vectors, positions, slots, starts, block_table, ring, landed, free,
     first_run, width, tiles_per_run, num_tiles, table_stride, tile, slot, start, low, high,
     HEADS: gl.constexpr, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr, SLOTS: gl.constexpr,
     PDL: gl.constexpr,
@@ -66,7 +69,7 @@ def _load_by_splits(
                 table = block_table + slot * table_stride
                 count = load_tiles(
                     vectors, table, table_stride - 1, final, begin_of(split) // TILE,
-                    min(begin_of(last) // TILE, end), count, ring, full, free,
+                    min(begin_of(last) // TILE, end), count, ring, landed, free,
                     BLOCK_SIZE, SLOTS, PDL,
                 )  # fmt: skip
             start += end
@@ -127,7 +130,7 @@ def _weigh_by_splits(
 
 @gluon.jit
 def _sum_by_splits(
-    positions, slots, starts, out, sums, latents, exchanged, barriers, ends,
+    positions, slots, starts, vector_scale, out, sums, latents, exchanged, barriers, ends,
     first_run, width, tiles_per_run, num_tiles, most, tile, start, low, high,
     HEADS: gl.constexpr, QUERIES: gl.constexpr, JOINS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -160,7 +163,9 @@ def _sum_by_splits(
                 if JOINS and split == 0:
                     if last == after:
                         total = total_of(ends, num_ends - 1)
-                        store_outputs(out, all_sums, total, slots, begin, first, columns, HEADS)
+                        store_outputs(
+                            out, all_sums, total, vector_scale, slots, begin, first, columns, HEADS
+                        )
                     else:
                         store_sums(sums, all_sums, columns, place * most + last - 1, most)
             start += end
@@ -175,6 +180,7 @@ def splits_kernel(
     slots,  # [num_rows] int64
     starts,  # [runs + 1] int64, or None: every run has ``width`` rows
     block_table,  # [num_slots, table_stride] int64
+    vector_scale,  # [1] fp32, of float8 vectors, or None
     out,  # [num_rows, HEADS, 512], written if JOINS
     sums,  # [runs * width, HEADS, most, 512] fp32, written in the order of ``dim_of``
     stats,  # [runs * width, HEADS, most, 2] fp32, written: total weight, maximum score
@@ -188,7 +194,7 @@ def splits_kernel(
     scale,
     HEADS: gl.constexpr, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr, SLOTS: gl.constexpr,
     BLOCK_TILES: gl.constexpr, JOINS: gl.constexpr, SUM_REGISTERS: gl.constexpr,
-    LOAD_REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    LOAD_REGISTERS: gl.constexpr, WIDEN_WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Splits of tiles of few queries spread evenly over programs, whatever the lengths of rows.
 
@@ -205,8 +211,12 @@ def splits_kernel(
         positions, slots, starts, first_run, width, tiles_per_run, num_tiles,
         HEADS, QUERIES, BLOCK_TILES, 4,
     )  # fmt: skip
-    queries, ring, tiles, exchanged, barriers = memory_of(q, QUERIES, BLOCK_SIZE, SLOTS)
+    scale = scaled(scale, vector_scale, 0)
+    queries, ring, tiles, exchanged, barriers = memory_of(
+        q, QUERIES, BLOCK_SIZE, SLOTS, WIDEN_WARPS
+    )
     ends = memory_of_ends(QUERIES) if JOINS else ()
+    landed = new_barriers(SLOTS, 1) if WIDEN_WARPS else barriers[0]
     gl.warp_specialize(
         [
             (_weigh_by_splits, (
@@ -215,23 +225,29 @@ def splits_kernel(
                 first_tile, start, low, high, HEADS, QUERIES, JOINS, PDL,
             )),
             (_sum_by_splits, (
-                positions, slots, starts, out, sums, tiles[0], exchanged, barriers, ends,
-                first_run, width, tiles_per_run, num_tiles, most,
-                first_tile, start, low, high, HEADS, QUERIES, JOINS, PDL,
-            )),
-            (_sum_by_splits, (
-                positions, slots, starts, out + HALF, sums + HALF, tiles[1], exchanged, barriers,
+                positions, slots, starts, vector_scale, out, sums, tiles[0], exchanged, barriers,
                 ends, first_run, width, tiles_per_run, num_tiles, most,
                 first_tile, start, low, high, HEADS, QUERIES, JOINS, PDL,
             )),
+            (_sum_by_splits, (
+                positions, slots, starts, vector_scale, out + HALF, sums + HALF, tiles[1],
+                exchanged, barriers, ends, first_run, width, tiles_per_run, num_tiles, most,
+                first_tile, start, low, high, HEADS, QUERIES, JOINS, PDL,
+            )),
             (_load_by_splits, (
-                vectors, positions, slots, starts, block_table, ring, barriers[0], barriers[2],
+                vectors, positions, slots, starts, block_table, ring, landed, barriers[2],
                 first_run, width, tiles_per_run, num_tiles, table_stride,
                 first_tile, first_slot, start, low, high,
                 HEADS, QUERIES, BLOCK_SIZE, SLOTS, PDL,
             )),
+            (widen_by_splits, (
+                positions, starts, ring, (landed, landed), (barriers[0], barriers[0]),
+                first_run, width, tiles_per_run, num_tiles, first_tile, start, low, high,
+                HEADS, QUERIES, SLOTS, WIDEN_WARPS,
+            )),
         ],
-        [4, 4, 1], [SUM_REGISTERS, SUM_REGISTERS, LOAD_REGISTERS],
+        [4, 4, 1, WIDEN_WARPS or 1],
+        [SUM_REGISTERS, SUM_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip
 
 
@@ -256,6 +272,7 @@ def join_kernel(
     positions,
     slots,
     starts,
+    vector_scale,
     num_joined,  # the same, or None
     out,  # [num_rows, HEADS, 512], written
     first_run,
@@ -291,6 +308,7 @@ def join_kernel(
         return
     element = gl.arange(0, RANK, layout=LAYOUT)
     line = (place.to(gl.int64) * HEADS + head) * most
+    scale = scaled(scale, vector_scale, 0)
     top, total = LOWEST, 0.0
     acc = gl.zeros([RANK], gl.float32, LAYOUT)
     for split in range(first_split, num_splits, AHEAD):
@@ -304,7 +322,7 @@ def join_kernel(
         for ahead in gl.static_range(AHEAD):
             top, total, old, new = joined(top, total, tops[ahead], totals[ahead], scale)
             acc = gl.fma(acc, old, parts[ahead] * new)
-    acc = acc / gl.where(total == 0.0, 1.0, total)
+    acc = acc / divisor_of(total, vector_scale)
     acc = gl.where(live, acc, 0.0)
     at = (row.to(gl.int64) * HEADS + head) * RANK
     dim = pair_dim_of(element) if PAIR else dim_of(element)

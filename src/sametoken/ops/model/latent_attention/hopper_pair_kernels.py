@@ -15,9 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import new_barriers, swizzled
+from sametoken.ops.model.attention.arithmetic import scaled
 from sametoken.ops.model.attention.hopper_kernels import jit_over_runs, own_tile
 from sametoken.ops.model.attention.hopper_sums import LOWEST, joined
 from sametoken.ops.model.attention.schedule import begin_of, split_of
+from sametoken.ops.model.latent_attention.hopper_float8 import widen_all, widen_by_splits
 from sametoken.ops.model.latent_attention.hopper_pair_results import (
     CHUNK,
     join_half,
@@ -43,12 +45,13 @@ from sametoken.ops.model.latent_attention.hopper_tiles import HALF, RANK, ROPE, 
 
 
 @gluon.jit
-def _memory_of(DTYPE: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+def _memory_of(DTYPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, WIDEN_WARPS: gl.constexpr):
     """A program's shared memory: what the groups share, vectors as boxes, and queries as boxes.
 
     The groups share queries and vectors as tiles, the weights of the tile in turn, maximum scores
     and total weights of each group, and barriers: vectors are there and may be replaced, by half;
-    queries are there and may be replaced; weights of a group are there; totals of a group are.
+    queries are there and may be replaced; weights of a group are there; totals of a group are;
+    vectors have landed, by half (``hopper_float8``), else as the first.
     """
     LAYOUT: gl.constexpr = swizzled(DTYPE)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -82,6 +85,7 @@ def _memory_of(DTYPE: gl.constexpr, BLOCK_SIZE: gl.constexpr):
         new_barriers(1, 2),
         new_barriers(2, 1),
         new_barriers(4, 1),
+        (new_barriers(SLOTS, 1), new_barriers(SLOTS, 1)) if WIDEN_WARPS else full,
     )
     memory = (queries, weights, tops, totals, tiles, barriers)
     return memory, (low, high, keys), (q_low, q_high, q_rope)
@@ -102,7 +106,7 @@ def _load_all(
 
 @gluon.jit
 def _attend_all(
-    slots, running, out, memory, begin, first, num_queries, position, end, scale,
+    slots, vector_scale, running, out, memory, begin, first, num_queries, position, end, scale,
     HEADS: gl.constexpr, RAGGED: gl.constexpr, ME: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Warp group ME of ``pair_rows_kernel``: its half of a query tile over all splits."""
@@ -133,7 +137,7 @@ def _attend_all(
         split_total = total_of(own, memory, split, ME)
         top, total, old, new = joined(top, total, split_top, split_total, scale)
         join_half(
-            running, out, ahead, sums, (old, new, total, live), num_queries - first,
+            running, out, ahead, sums, (old, new, total, vector_scale, live), num_queries - first,
             split > 0, split == last, BEGIN,
         )  # fmt: skip
 
@@ -146,6 +150,7 @@ def pair_rows_kernel(
     slots,  # [num_rows] int64
     starts,  # [runs + 1] int64, or None: every run has ``width`` rows
     block_table,  # [num_slots, table_stride] int64
+    vector_scale,  # [1] fp32, of float8 vectors, or None
     running,  # [programs, 64, 512] fp32, this kernel's own, in the order of ``dim_of``
     out,  # [num_rows, HEADS, 512], written
     first_run,  # of the launch
@@ -153,7 +158,9 @@ def pair_rows_kernel(
     num_runs,
     table_stride,
     scale,
-    HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_RUNS: gl.constexpr, PDL: gl.constexpr,
+    HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_RUNS: gl.constexpr,
+    PAIR_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, WIDEN_WARPS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """All splits of one query tile a program."""
     if PDL:
@@ -168,23 +175,25 @@ def pair_rows_kernel(
     position = gl.load(positions + begin).to(gl.int32)
     end = end_tile(position, first, num_queries, HEADS, QUERIES)
     table = block_table + gl.load(slots + begin) * table_stride
-    memory, ring, boxes = _memory_of(vectors.dtype, BLOCK_SIZE)
+    scale = scaled(scale, vector_scale, 0)
+    memory, ring, boxes = _memory_of(q.dtype, BLOCK_SIZE, WIDEN_WARPS)
     gl.warp_specialize(
         [
             (_attend_all, (
-                slots, running, out, memory, begin, first, num_queries, position, end, scale,
-                HEADS, RAGGED, 0, PDL,
+                slots, vector_scale, running, out, memory, begin, first, num_queries, position,
+                end, scale, HEADS, RAGGED, 0, PDL,
             )),
             (_attend_all, (
-                slots, running, out, memory, begin, first, num_queries, position, end, scale,
-                HEADS, RAGGED, 1, PDL,
+                slots, vector_scale, running, out, memory, begin, first, num_queries, position,
+                end, scale, HEADS, RAGGED, 1, PDL,
             )),
             (_load_all, (
                 q, vectors, table, table_stride - 1, begin * HEADS + first, position, end,
                 boxes, ring, memory[5], BLOCK_SIZE, PDL,
             )),
+            (widen_all, (ring, memory[5][6], memory[5][0], end, SLOTS, WIDEN_WARPS)),
         ],
-        [4, 1], [240, 24],
+        [4, 1, WIDEN_WARPS or 1], [PAIR_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip
 
 
@@ -280,6 +289,7 @@ def pair_splits_kernel(
     slots,
     starts,
     block_table,
+    vector_scale,
     sums,  # [runs * width, HEADS, most, 512] fp32, written in the order of ``dim_of``
     stats,  # [runs * width, HEADS, most, 2] fp32, written: total weight, maximum score
     first_run,
@@ -289,7 +299,9 @@ def pair_splits_kernel(
     table_stride,
     most,
     scale,
-    HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_TILES: gl.constexpr, PDL: gl.constexpr,
+    HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_TILES: gl.constexpr,
+    PAIR_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, WIDEN_WARPS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Splits spread evenly over programs, as by ``splits_kernel``."""
     if PDL:
@@ -298,7 +310,8 @@ def pair_splits_kernel(
         positions, slots, starts, first_run, width, tiles_per_run, num_tiles,
         HEADS, QUERIES, BLOCK_TILES, 4,
     )  # fmt: skip
-    memory, ring, boxes = _memory_of(vectors.dtype, BLOCK_SIZE)
+    scale = scaled(scale, vector_scale, 0)
+    memory, ring, boxes = _memory_of(q.dtype, BLOCK_SIZE, WIDEN_WARPS)
     gl.warp_specialize(
         [
             (_attend_by_splits, (
@@ -316,6 +329,11 @@ def pair_splits_kernel(
                 first_run, width, tiles_per_run, num_tiles, table_stride,
                 first_tile, first_slot, start, low, high, HEADS, BLOCK_SIZE, PDL,
             )),
+            (widen_by_splits, (
+                positions, starts, ring, memory[5][6], memory[5][0],
+                first_run, width, tiles_per_run, num_tiles, first_tile, start, low, high,
+                HEADS, QUERIES, SLOTS, WIDEN_WARPS,
+            )),
         ],
-        [4, 1], [240, 24],
+        [4, 1, WIDEN_WARPS or 1], [PAIR_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sametoken.ops.model.latent_attention.hopper_tiles import RANK
+from sametoken.ops.model.latent_attention.hopper_tiles import RANK, divisor_of
 
 #: Elements of a chunk.
 CHUNK = gl.constexpr(64)
@@ -84,13 +84,13 @@ def load_chunk(running, some, BEGIN: gl.constexpr):
 def _join_chunk(running, out, before, chunk, factors, num_queries, last, BEGIN: gl.constexpr):
     """Join a split's chunk to ``running``; after the last split, divide and store outputs."""
     BY_LINE: gl.constexpr = gl.SliceLayout(1, LINES)
-    old, new, total, live = factors
+    old, new, total, vector_scale, live = factors
     lines = _lines_of(chunk)
     query, place = _places(BEGIN)
     old = gl.convert_layout(old, BY_LINE)[:, None] + gl.zeros_like(lines)
     result = gl.fma(before, old, lines * gl.convert_layout(new, BY_LINE)[:, None])
     if last:
-        divisor = gl.convert_layout(gl.where(total == 0.0, 1.0, total), BY_LINE)[:, None]
+        divisor = gl.convert_layout(divisor_of(total, vector_scale), BY_LINE)[:, None]
         shown = gl.convert_layout(live.to(gl.int32), BY_LINE)[:, None] > 0
         final = gl.where(shown, result / divisor, 0.0).to(out.dtype.element_ty)
         gl.store(out + query * RANK + dim_of(place), final, mask=query < num_queries)
@@ -105,7 +105,8 @@ def join_half(running, out, ahead, sums, factors, num_queries, some, last, BEGIN
     Loads of two chunks are in flight ahead of the stores: ``ahead`` are those of the first two.
 
     Args:
-        factors: of the splits so far and of this one, total weights, and whether a row is live.
+        factors: of the splits so far and of this one, total weights, the scale of vectors, and
+            whether a row is live.
     """
     first_before, second_before = ahead
     low, high = _halves(sums)

@@ -33,6 +33,8 @@ from sametoken.ops.model.latent_attention.hopper_tiles import (
     ROPE,
     TILE,
     WIDTH,
+    landing,
+    landing_slot,
     rows_of_tile,
 )
 
@@ -64,19 +66,20 @@ def _load_tile(
     """Load a KV tile, after ``count`` others: each half as soon as its place is free."""
     BOXES: gl.constexpr = TILE // min(BLOCK_SIZE, 64)
     BYTES: gl.constexpr = vectors.dtype.primitive_bitwidth // 8
-    low, high, keys = ring
-    full, free = barriers[0], barriers[1]
+    low, high, keys = landing(ring, vectors)
+    full, free = barriers[6], barriers[1]
     slot, phase = count % SLOTS, ((count // SLOTS) & 1) ^ 1
+    at = landing_slot(slot, vectors)
     # Blocks are looked up before the wait, which hides it.
     rows = rows_of_tile(table, last_block, tile, BLOCK_SIZE)
     mbarrier.wait(free[0].index(slot), phase)
     mbarrier.expect(full[0].index(slot), TILE * HALF * BYTES)
-    _load_half(vectors, rows, slot, full[0].index(slot), low, 0, BOXES)
+    _load_half(vectors, rows, at, full[0].index(slot), low, 0, BOXES)
     mbarrier.wait(free[1].index(slot), phase)
     mbarrier.expect(full[1].index(slot), TILE * (HALF + ROPE) * BYTES)
-    _load_half(vectors, rows, slot, full[1].index(slot), high, HALF, BOXES)
+    _load_half(vectors, rows, at, full[1].index(slot), high, HALF, BOXES)
     for box in gl.static_range(BOXES):
-        place = keys.index(slot * BOXES + box)
+        place = keys.index(at * BOXES + box)
         load_box(vectors, [rows[box], RANK], full[1].index(slot), place)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sametoken.ops.model.latent_attention.hopper_tiles import HALF, RANK
+from sametoken.ops.model.latent_attention.hopper_tiles import HALF, RANK, divisor_of
 
 
 @gluon.jit
@@ -72,7 +72,9 @@ def store_stats(stats, total, top, num_columns, part, most):
 
 
 @gluon.jit
-def store_outputs(out, half, total, slots, begin, first, num_columns, HEADS: gl.constexpr):
+def store_outputs(
+    out, half, total, vector_scale, slots, begin, first, num_columns, HEADS: gl.constexpr
+):  # fmt: skip
     """Store a half of the outputs of adjacent queries from ``first`` of the run that begins at row
     ``begin``, from ``out`` on, where the half's elements begin; dead rows are 0.
     """
@@ -81,7 +83,7 @@ def store_outputs(out, half, total, slots, begin, first, num_columns, HEADS: gl.
     column = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, half.type.layout))
     at_row = slots + begin + (first + column) // HEADS
     live = gl.load(at_row, mask=column < num_columns, other=-1) == gl.load(slots + begin)
-    half = half / gl.where(total == 0.0, 1.0, total)[None, :]
+    half = half / divisor_of(total, vector_scale)[None, :]
     half = gl.where(live[None, :], half, 0.0)
     lines = gl.convert_layout(half.to(out.dtype.element_ty).permute((1, 0)), LINES)
     query = gl.arange(0, QUERIES, layout=gl.SliceLayout(1, LINES))[:, None]

@@ -71,6 +71,31 @@ def rows_of_tile(table, last_block, tile, BLOCK_SIZE: gl.constexpr):
 
 
 @gluon.jit
+def _as_landed(memory, DTYPE: gl.constexpr):
+    """The slots' memory as boxes of vectors of a dtype, of float8 twice as many."""
+    BYTES: gl.constexpr = DTYPE.primitive_bitwidth // 8
+    SHAPE: gl.constexpr = [memory.shape[0] * 2 // BYTES, memory.shape[1], 64]
+    return memory._reinterpret(DTYPE, SHAPE, swizzled(DTYPE, 2, 64 * BYTES))
+
+
+@gluon.jit
+def landing(ring, vectors):
+    """Boxes of the slots' memory, lower halves, upper halves and keys, as vectors land in them."""
+    low, high, keys = ring
+    return (
+        _as_landed(low, vectors.dtype), _as_landed(high, vectors.dtype),
+        _as_landed(keys, vectors.dtype),
+    )  # fmt: skip
+
+
+@gluon.jit
+def landing_slot(slot, vectors):
+    """A slot among those of the vectors' dtype: of float8 the upper half (``hopper_float8``)."""
+    TURNS: gl.constexpr = 16 // vectors.dtype.primitive_bitwidth
+    return slot * TURNS + TURNS - 1
+
+
+@gluon.jit
 def load_tiles(
     vectors, table, last_block, final, begin, end, count, ring, full, free,
     BLOCK_SIZE: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
@@ -81,21 +106,21 @@ def load_tiles(
     kernel before. Blocks are looked up before the wait for a slot, which hides it.
     """
     BOXES: gl.constexpr = TILE // min(BLOCK_SIZE, 64)
-    low, high, keys = ring
+    low, high, keys = landing(ring, vectors)
     for tile in range(begin, end):
         if PDL and (tile + 1) * TILE > final:
             cuda.gdc_wait()
         rows = rows_of_tile(table, last_block, tile, BLOCK_SIZE)
         slot = count % SLOTS
-        filled = full.index(slot)
+        filled, at = full.index(slot), landing_slot(slot, vectors)
         mbarrier.wait(free.index(slot), ((count // SLOTS) & 1) ^ 1)
         mbarrier.expect(filled, TILE * WIDTH * (vectors.dtype.primitive_bitwidth // 8))
         for box in gl.static_range(BOXES):
             for part in gl.static_range(HALF // 64):
-                place = (slot * (HALF // 64) + part) * BOXES + box
+                place = (at * (HALF // 64) + part) * BOXES + box
                 load_box(vectors, [rows[box], part * 64], filled, low.index(place))
                 load_box(vectors, [rows[box], HALF + part * 64], filled, high.index(place))
-            load_box(vectors, [rows[box], RANK], filled, keys.index(slot * BOXES + box))
+            load_box(vectors, [rows[box], RANK], filled, keys.index(at * BOXES + box))
         count += 1
     return count
 
@@ -209,6 +234,13 @@ def sum_split(latents, exchanged, barriers, count, begin, end):
 
 
 @gluon.jit
+def divisor_of(total, vector_scale):
+    """What divides weighted sums of vectors as they are stored: outputs follow; 1 for no weight."""
+    total = gl.where(total == 0.0, 1.0, total)
+    return total if vector_scale is None else total / gl.load(vector_scale)
+
+
+@gluon.jit
 def send_end(ends, count, old, new, total):
     """Send the factors of sums so far and of a split's, and the total weight of both, [queries].
 
@@ -240,7 +272,10 @@ def total_of(ends, count):
 
 
 @gluon.jit
-def memory_of(q, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr, SLOTS: gl.constexpr):
+def memory_of(
+    q, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr, SLOTS: gl.constexpr,
+    WIDEN_WARPS: gl.constexpr,
+):  # fmt: skip
     """A program's shared memory: queries, vectors as boxes and as tiles, what the groups exchange
     by slot (weights, and factors of the sums before), and barriers by slot (full, ready, free).
     """
@@ -267,7 +302,8 @@ def memory_of(q, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr, SLOTS: gl.cons
         gl.allocate_shared_memory(DTYPE, [SLOTS, QUERIES, TILE], LAYOUT),
         gl.allocate_shared_memory(gl.float32, [SLOTS, QUERIES], FLAT),
     )
-    barriers = (new_barriers(SLOTS, 1), new_barriers(SLOTS, 1), new_barriers(SLOTS, 2))
+    full = new_barriers(SLOTS, 2 if WIDEN_WARPS else 1)
+    barriers = (full, new_barriers(SLOTS, 1), new_barriers(SLOTS, 2))
     return queries, (low, high, keys), tiles, exchanged, barriers
 
 

@@ -8,7 +8,7 @@ import torch
 from helpers.float8 import nearest, pool
 from sametoken.ops.backend import AttentionRows
 from sametoken.ops.model.attention.kv import FLOAT8
-from sametoken.ops.model.latent_attention import hopper, rope_triton
+from sametoken.ops.model.latent_attention import rope_triton
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LayerLatent
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
@@ -80,10 +80,3 @@ def test_a_row_reads_what_is_stored_in_any_step(kernels, dtype):
         assert not alone.isnan().any()
         for sizes in ([LENGTH], [7, 9, 24], [33, 1, 5, 1]):
             assert torch.equal(in_steps(sizes, scale), alone)
-
-
-def test_hopper_s_kernels_leave_them_to_triton_s(monkeypatch):
-    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
-    sizes = 64, torch.device("cpu")
-    assert hopper.serves(hopper.RANK, hopper.WIDTH, torch.bfloat16, *sizes)
-    assert not hopper.serves(hopper.RANK, hopper.WIDTH, FLOAT8, *sizes)

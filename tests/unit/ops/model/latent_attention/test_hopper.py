@@ -17,9 +17,10 @@ import torch
 from helpers.compiled import Launched, compile_launches, unused_barriers
 from helpers.machine_code import disassembled
 from sametoken.ops.backend import AttentionRows, KeptRows, RowRuns
+from sametoken.ops.model.attention import arithmetic, hopper_sums, schedule
 from sametoken.ops.model.attention import hopper_kernels as attention_kernels
-from sametoken.ops.model.attention import hopper_sums, schedule
 from sametoken.ops.model.attention import hopper_tiles as attention_tiles
+from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.ops.model.attention.schedule import LEVELS, max_splits
 from sametoken.ops.model.latent_attention import (
     hopper,
@@ -151,7 +152,7 @@ class OneProgram:
 def join(monkeypatch):
     """``join_kernel`` as a function of its program and its arguments."""
     names = ("dim_of", "pair_dim_of", "joined", "rows_of_run", "splits_before", "_stored_splits")
-    for name in names:
+    for name in (*names, "divisor_of", "scaled"):
         monkeypatch.setattr(hopper_kernels, name, getattr(hopper_kernels, name).fn)
     for name in ("RANK", "LOWEST"):
         monkeypatch.setattr(hopper_kernels, name, getattr(hopper_kernels, name).value)
@@ -160,9 +161,10 @@ def join(monkeypatch):
         monkeypatch.setattr(schedule, name, getattr(schedule, name).value)
 
     def run(program, *arguments, **constants):
-        for module in (hopper_kernels, hopper_sums, attention_tiles):
+        for module in (hopper_kernels, hopper_sums, attention_tiles, hopper_tiles):
             monkeypatch.setattr(module, "gl", OneProgram(*program))
-        monkeypatch.setattr(schedule, "tl", OneProgram(*program))
+        for module in (schedule, arithmetic):
+            monkeypatch.setattr(module, "tl", OneProgram(*program))
         hopper_kernels.join_kernel.fn(*arguments, **constants, PDL=False)
 
     return run
@@ -227,7 +229,7 @@ STORED = {
 def test_splits_are_joined_in_order_whatever_is_loaded_ahead(join, ahead, pair, joins):
     # The first run is of an earlier launch, the second has a dead row, the third no row.
     positions, slots = torch.tensor([0, 5000, 5001, 0, 700]), torch.tensor([1, 2, 2, 9, 3])
-    heads, first_run, width, most, scale = 2, 1, 3, 20, 0.25
+    heads, first_run, width, most, scale, factor = 2, 1, 3, 20, 0.25, 0.3 if joins else 1.0
     starts = torch.tensor([0, 1, 4, 4, 5])
     random = torch.Generator().manual_seed(0)
     sums = torch.randn(3 * width, heads, most, 512, generator=random)
@@ -242,7 +244,8 @@ def test_splits_are_joined_in_order_whatever_is_loaded_ahead(join, ahead, pair, 
     out = torch.full((5, heads, 512), 77.0)
     memory = (Memory(one.view(-1)) for one in (sums, stats))
     tensors = (*memory, *map(Memory, (positions, slots, starts)))
-    tensors += (Memory(num_joined) if joins else None, Memory(out.view(-1)))
+    vector_scale = Memory(torch.tensor([factor])) if joins else None
+    tensors += (vector_scale, Memory(num_joined) if joins else None, Memory(out.view(-1)))
     for place, head in product(range(3 * width), range(heads)):
         sizes = {"HEADS": heads, "AHEAD": ahead, "PAIR": pair}
         join((place, head), *tensors, first_run, width, 2, 4, most, scale, **sizes)
@@ -255,11 +258,11 @@ def test_splits_are_joined_in_order_whatever_is_loaded_ahead(join, ahead, pair, 
             for split in range(3 * joins, max_splits(int(positions[row]) + 1)):
                 weight, peak = stats[place, head, split]
                 highest = torch.maximum(top, peak)
-                old = torch.exp2((top - highest) * scale)
-                new = torch.exp2((peak - highest) * scale)
+                old = torch.exp2((top - highest) * (scale * torch.tensor(factor)))
+                new = torch.exp2((peak - highest) * (scale * torch.tensor(factor)))
                 acc = acc * old + sums[place, head, split] * new
                 total, top = total * old + weight * new, highest
-            assert torch.equal(out[row, head, STORED[pair]], acc / total)
+            assert torch.equal(out[row, head, STORED[pair]], acc / (total / factor))
 
 
 @pytest.mark.parametrize("first_run", [0, 2])
@@ -395,13 +398,15 @@ def test_kept_rows_wait_for_memory_that_the_kernels_before_them_write(config, mo
 
 
 def test_it_serves_hopper_alone(monkeypatch):
-    asked = (512, 576, torch.bfloat16, 64, torch.device("cpu"))
-    assert not hopper.serves(*asked)
+    half, where = torch.bfloat16, (64, torch.device("cpu"))
+    assert not hopper.serves(512, 576, half, half, *where)
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
-    assert hopper.serves(*asked)
-    assert not hopper.serves(512, 576, torch.float32, *asked[3:])
-    assert not hopper.serves(256, 320, *asked[2:])
-    assert not hopper.serves(512, 576, torch.bfloat16, 24, torch.device("cpu"))
+    assert hopper.serves(512, 576, half, half, *where)
+    assert hopper.serves(512, 576, half, FLOAT8, *where)
+    assert not hopper.serves(512, 576, torch.float32, torch.float32, *where)
+    assert not hopper.serves(512, 576, torch.float32, FLOAT8, *where)
+    assert not hopper.serves(256, 320, half, half, *where)
+    assert not hopper.serves(512, 576, half, half, 24, where[1])
 
 
 @pytest.fixture(scope="module")
@@ -409,7 +414,7 @@ def compiled(tmp_path_factory):
     """A folder with every form as compiled, for launches of many counts.
 
     A form of pairs takes seconds: one has blocks of 16, the other half precision. ``tests/gpu``
-    runs both with blocks of every size.
+    runs both with blocks of every size, and every form of float8.
     """
     folder = tmp_path_factory.mktemp("compiled")
     code = """
@@ -418,12 +423,17 @@ from sametoken.ops.model.latent_attention.shape import LayerLatent
 from sametoken.ops.backend import AttentionRows, RowRuns
 
 table = torch.zeros(64, 256, dtype=torch.int64)
-for config, size, dtype in (
-    (hopper.CONFIGS[16], 64, torch.bfloat16), (hopper.CONFIGS[32], 64, torch.bfloat16),
-    (hopper.JOINING, 64, torch.bfloat16),
-    (hopper.CONFIGS[64], 16, torch.bfloat16), (hopper.WHOLE_ROWS, 64, torch.float16),
+from sametoken.ops.model.attention.kv import FLOAT8
+
+half, scale = torch.bfloat16, torch.ones(1)
+for config, size, dtype, stored in (
+    (hopper.CONFIGS[16], 64, half, half), (hopper.CONFIGS[32], 64, half, half),
+    (hopper.JOINING, 64, half, half), (hopper.CONFIGS[64], 16, half, half),
+    (hopper.WHOLE_ROWS, 64, torch.float16, torch.float16),
+    (hopper.CONFIGS[32], 16, half, FLOAT8), (hopper.WHOLE_ROWS, 64, half, FLOAT8),
 ):
-    memory = LayerLatent(torch.zeros(2, size, 576, dtype=dtype), 512)
+    vectors = torch.zeros(2, size, 576, dtype=stored)
+    memory = LayerLatent(vectors, 512, scale if stored == FLOAT8 else None)
     for count, width in ((1, 1), (2, 3), (16, 16), (17, 1)):
         at = torch.zeros(count * width, dtype=torch.int64)
         q = torch.zeros(len(at), 20, 576, dtype=dtype)
@@ -437,9 +447,11 @@ for config, size, dtype in (
 
 def test_every_form_compiles_once_for_all_counts(compiled):
     found = sorted(path.stem for path in compiled.rglob("*_kernel.ptx"))
-    joins = ["join_kernel"] * 3  # of either order of elements, and of what programs left
-    few = ["splits_kernel"] * 3  # of 16 and of 32 queries, and of 16 that are joined
-    assert found == [*joins, "pair_rows_kernel", "pair_splits_kernel", *few]
+    # Of either order of elements, of what programs left, and of float8.
+    joins = ["join_kernel"] * 4
+    # Of 16 and of 32 queries, of 16 that are joined, and of float8.
+    few = ["splits_kernel"] * 4
+    assert found == [*joins, *["pair_rows_kernel"] * 2, "pair_splits_kernel", *few]
 
 
 def test_every_barrier_is_waited_for(compiled):

@@ -1,0 +1,146 @@
+"""Blocks, numbers and pointers of kernels in Gluon that run in Python (``gluon_interpreter``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """A dtype of the language, and what a pointer to it has as its own."""
+
+    torch: torch.dtype
+
+    @property
+    def primitive_bitwidth(self) -> int:
+        return 8 * self.torch.itemsize
+
+    @property
+    def element_ty(self) -> Dtype:
+        return self
+
+
+def plain(value: Any) -> Any:
+    """A block's tensor; anything else is itself."""
+    return value.data if isinstance(value, Block) else value
+
+
+def block(value: Any) -> Block:
+    """What a function of the language takes: a block, or a number."""
+    return value if isinstance(value, Block) else Block(torch.as_tensor(value))
+
+
+class Block:
+    """A block or a number of a kernel."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
+    @property
+    def dtype(self) -> Dtype:
+        return Dtype(self.data.dtype)
+
+    @property
+    def type(self) -> SimpleNamespace:
+        return SimpleNamespace(layout=None)
+
+    def to(self, dtype: Dtype, bitcast: bool = False) -> Block:
+        return Block(self.data.view(dtype.torch) if bitcast else self.data.to(dtype.torch))
+
+    def reshape(self, shape: list[int]) -> Block:
+        return Block(self.data.reshape(shape))
+
+    def permute(self, order: tuple[int, ...]) -> Block:
+        return Block(self.data.permute(order))
+
+    def split(self) -> tuple[Block, Block]:
+        low, high = self.data.unbind(-1)
+        return Block(low), Block(high)
+
+    def __getitem__(self, index: Any) -> Block:
+        return Block(self.data[index])
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def __neg__(self) -> Block:
+        return Block(-self.data)
+
+
+def _operation(name: str) -> Callable[[Block, Any], Any]:
+    def apply(self: Block, other: Any) -> Any:
+        if isinstance(other, Pointer):
+            return NotImplemented
+        found = getattr(self.data, name)(plain(other))
+        if found is NotImplemented:
+            found = getattr(self.data, name)(torch.as_tensor(plain(other)))
+        return Block(found)
+
+    return apply
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor"):
+    setattr(Block, f"__{_name}__", _operation(f"__{_name}__"))
+    setattr(Block, f"__r{_name}__", _operation(f"__r{_name}__"))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "lshift", "rshift"):
+    setattr(Block, f"__{_name}__", _operation(f"__{_name}__"))
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """Places in a tensor."""
+
+    memory: torch.Tensor
+    at: Any = 0
+
+    @property
+    def dtype(self) -> Dtype:
+        return Dtype(self.memory.dtype)
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.at + offset)
+
+    def places(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Places, and which of them count, of one shape; those that count exist."""
+        at, mask = torch.broadcast_tensors(
+            torch.as_tensor(plain(self.at)), torch.as_tensor(plain(mask))
+        )
+        outside = (at < 0) | (at >= self.memory.numel())
+        assert not (outside & mask).any(), "an access outside of its tensor"
+        return at.clamp(0, max(self.memory.numel() - 1, 0)).long(), mask
+
+
+def load(pointer: Pointer, mask: Any = True, other: Any = 0, **_: Any) -> Block:
+    at, mask = pointer.places(mask)
+    if not pointer.memory.numel():
+        return Block(torch.full(at.shape, other, dtype=pointer.memory.dtype))
+    found = pointer.memory[at]
+    return Block(torch.where(mask, found, torch.as_tensor(plain(other), dtype=found.dtype)))
+
+
+def store(pointer: Pointer, value: Any, mask: Any = True, **_: Any) -> None:
+    value = torch.as_tensor(plain(value)).to(pointer.memory.dtype)
+    at, mask = pointer.places(mask)
+    shape = torch.broadcast_shapes(at.shape, value.shape)
+    at, mask, value = (one.broadcast_to(shape) for one in (at, mask, value))
+    pointer.memory[at[mask]] = value[mask]
+
+
+def atomic_add(pointer: Pointer, value: Any, **_: Any) -> Block:
+    before = load(pointer)
+    store(pointer, before + value)
+    return before

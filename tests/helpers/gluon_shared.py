@@ -1,0 +1,188 @@
+"""Shared memory, barriers and products of kernels in Gluon that run in Python.
+
+Swizzles mean nothing here: views with lines of one width agree on where elements lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
+from operator import add
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from helpers.gluon_blocks import Block, Dtype
+
+#: Integers of as many bytes.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+class Descriptor:
+    """What TMA reads: boxes of a tensor, 0 outside of it."""
+
+    def __init__(self, described: Any) -> None:
+        self._base, self._box = described.base, described.block_shape
+
+    @property
+    def dtype(self) -> Dtype:
+        return Dtype(self._base.dtype)
+
+    def read(self, at: list[Any]) -> torch.Tensor:
+        """The box that begins at these places."""
+        begins = [int(begin) for begin in at]
+        found = self._base[tuple(map(slice, begins, map(add, begins, self._box)))]
+        whole = torch.zeros(self._box, dtype=_BITS[found.itemsize])
+        whole[tuple(map(slice, found.shape))] = found.view(whole.dtype)
+        return whole.view(found.dtype)
+
+
+class Memory:
+    """Bytes of shared memory, NaN at first, and what was stored there without a fence since.
+
+    Attributes:
+        unfenced: bytes that a partition, by its thread, has stored.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.bytes = torch.full((num_bytes,), 255, dtype=torch.uint8)
+        self.unfenced: dict[int, list[range]] = {}
+
+    def fence(self) -> None:
+        """What this partition has stored may be read by products."""
+        self.unfenced.pop(get_ident(), None)
+
+
+@lru_cache
+def _places(rows: int, columns: int, line: int) -> torch.Tensor:
+    """Where elements [rows, columns] lie; lines of ``line`` elements stand under each other."""
+    row, column = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
+    return column // line * rows * line + row * line + column % line
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A view of shared memory.
+
+    Attributes:
+        begin: its first byte.
+        line: bytes of lines that stand under each other; 0: rows lie behind each other.
+    """
+
+    memory: Memory
+    begin: int
+    dtype: Dtype
+    shape: list[int]
+    line: int
+    transposed: bool = False
+
+    def index(self, at: Any) -> Shared:
+        assert 0 <= int(at) < self.shape[0]
+        begin = self.begin + int(at) * (len(self._own) // self.shape[0])
+        return replace(self, begin=begin, shape=self.shape[1:])
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        assert order == (1, 0)
+        return replace(self, transposed=not self.transposed)
+
+    def _reinterpret(self, dtype: Dtype, shape: list[int], layout: Any) -> Shared:
+        found = Shared(self.memory, self.begin, dtype, [*map(int, shape)], line_bytes(layout))
+        # On Triton before 3.8 a view may reach beyond what it is a view of.
+        assert found._own.stop <= len(self.memory.bytes)
+        return found
+
+    def load(self, layout: Any = None) -> Block:
+        return Block(self.read())
+
+    def store(self, value: Block) -> None:
+        self.write(value.data)
+        self.memory.unfenced.setdefault(get_ident(), []).append(self._own)
+
+    def read_by_product(self) -> torch.Tensor:
+        for stored in chain.from_iterable(self.memory.unfenced.values()):
+            apart = stored.stop <= self._own.start or self._own.stop <= stored.start
+            assert apart, "a product reads what was stored without a fence"
+        return self.read()
+
+    def read(self) -> torch.Tensor:
+        found = self._bits()[self._at()].contiguous().view(self.dtype.torch)
+        return found.T if self.transposed else found
+
+    def write(self, value: torch.Tensor) -> None:
+        value = value.T if self.transposed else value
+        assert list(value.shape) == self.shape
+        assert value.dtype == self.dtype.torch
+        bits = self._bits()
+        bits[self._at()] = value.contiguous().view(bits.dtype)
+
+    @property
+    def _own(self) -> range:
+        """Its bytes."""
+        num_bytes = torch.Size(self.shape).numel() * self.dtype.torch.itemsize
+        return range(self.begin, self.begin + num_bytes)
+
+    def _bits(self) -> torch.Tensor:
+        own = self._own
+        return self.memory.bytes[own.start : own.stop].view(_BITS[self.dtype.torch.itemsize])
+
+    def _at(self) -> torch.Tensor:
+        rows, columns = torch.Size(self.shape[:-1]).numel(), self.shape[-1]
+        line = self.line // self.dtype.torch.itemsize or columns
+        assert len(self.shape) == 2 or columns <= line, "index a tile before it is read"
+        return _places(rows, columns, line).view(self.shape)
+
+
+def line_bytes(layout: Any) -> int:
+    """Bytes of the lines that stand under each other in shared memory."""
+    return getattr(layout, "swizzle_byte_width", 0)
+
+
+class Barrier:
+    """A barrier in shared memory."""
+
+    def __init__(self) -> None:
+        self.count = self.left = self.bytes = self.phases = 0
+
+    def init(self, count: int) -> None:
+        self.count = self.left = count
+
+    def arrive(self, arrivals: int = 0, num_bytes: int = 0) -> None:
+        assert arrivals <= self.left, "more arrivals than a phase has"
+        self.left -= arrivals
+        self.bytes += num_bytes
+        if not self.left and not self.bytes:
+            self.phases += 1
+            self.left = self.count
+
+    def is_done(self, parity: int) -> bool:
+        return self.phases % 2 != parity
+
+
+class Product:
+    """Products on their way, and the sum that they are added to."""
+
+    def __init__(self, a: Any, b: Any, acc: Any, use_acc: bool) -> None:
+        self._operands, self._acc = (a, b), acc if use_acc else None
+        self._read = [_read(one) for one in self._operands]
+
+    def value(self) -> Block:
+        again = [_read(one) for one in self._operands]
+        assert all(map(_same_bits, self._read, again)), "what a product reads changed meanwhile"
+        a, b = (one.double() for one in self._read)
+        before = self._acc.value() if isinstance(self._acc, Product) else self._acc
+        return Block((a @ b + (0 if before is None else before.data.double())).float())
+
+
+def _read(operand: Any) -> torch.Tensor:
+    return operand.read_by_product() if isinstance(operand, Shared) else operand.data
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def warpgroup_mma(a: Any, b: Any, acc: Any, *, use_acc: bool = True, is_async: bool) -> Product:
+    assert is_async
+    return Product(a, b, acc, use_acc)

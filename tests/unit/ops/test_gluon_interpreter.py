@@ -1,0 +1,109 @@
+"""What tests of kernels in Gluon rely on: their interpreter finds what a chip shows now and then."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from helpers.gluon_interpreter import interpreted
+from sametoken.ops.hopper_layouts import boxes, load_box, new_barriers, swizzled
+
+ROWS, DEPTH, TILES = 64, 64, 7
+
+
+@gluon.jit
+def _load(x, ring, full, free, waits: gl.constexpr):
+    for tile in range(TILES):
+        if waits:
+            mbarrier.wait(free.index(tile % 2), ((tile // 2) & 1) ^ 1)
+        mbarrier.expect(full.index(tile % 2), ROWS * DEPTH * 2)
+        load_box(x, [tile * ROWS, 0], full.index(tile % 2), ring.index(tile % 2))
+
+
+@gluon.jit
+def _sum(out, ring, ones, full, free, early: gl.constexpr, waits: gl.constexpr):
+    sums = gl.zeros([ROWS, ROWS], gl.float32, None)
+    for tile in range(TILES):
+        if waits:
+            mbarrier.wait(full.index(tile % 2), (tile // 2) & 1)
+        token = warpgroup_mma(ring.index(tile % 2), ones.permute((1, 0)), sums, is_async=True)
+        if early:
+            mbarrier.arrive(free.index(tile % 2), count=1)
+        sums = warpgroup_mma_wait(0, deps=(token,))
+        if not early:
+            mbarrier.arrive(free.index(tile % 2), count=1)
+    row = gl.arange(0, ROWS, layout=None)
+    gl.store(out + row[:, None] * ROWS + row[None, :], sums)
+
+
+@gluon.jit
+def _kernel(x, out, fault: gl.constexpr):
+    layout: gl.constexpr = swizzled(gl.bfloat16)
+    ring = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, DEPTH], layout)
+    ones = gl.allocate_shared_memory(gl.bfloat16, [ROWS, DEPTH], layout)
+    ones.store(gl.full([ROWS, DEPTH], 1.0, gl.bfloat16, None))
+    if fault != "no fence":
+        fence_async_shared()
+    full, free = new_barriers(2, 1), new_barriers(2, 2 if fault == "one arrival" else 1)
+    gl.warp_specialize(
+        [
+            (_sum, (out, ring, ones, full, free, fault == "freed early", fault != "not full")),
+            (_load, (x, ring, full, free, fault != "not free")),
+        ],
+        [1], [24],
+    )  # fmt: skip
+
+
+def launched(seed: int, fault: str = "", room: int = ROWS * ROWS) -> tuple[torch.Tensor, ...]:
+    """What the kernel computes, and what it is."""
+    x = torch.randn(TILES * ROWS, DEPTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+    out = torch.zeros(room)
+    with interpreted(seed, also=sys.modules[__name__]):
+        _kernel[(1,)](boxes(x, ROWS), out, fault=fault)
+    expected = x.view(TILES, ROWS, DEPTH).double().sum((0, 2))[:, None].expand(ROWS, ROWS)
+    return out.view(ROWS, ROWS), expected
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_partitions_in_any_order_compute_a_product(seed):
+    found, expected = launched(seed)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        ("one arrival", "2 partitions wait for ever"),
+        ("no fence", "stored without a fence"),
+        ("freed early", "what a product reads changed"),
+        ("not free", "more arrivals|what a product reads changed|wait for ever"),
+        ("not full", "what a product reads changed|wait for ever"),
+    ],
+)
+def test_a_fault_of_synchronisation_is_found(fault, what):
+    """In one of a few orders at least, or by NaN, which shared memory is where nothing has come."""
+    found = 0
+    for seed in range(8):
+        try:
+            out, _ = launched(seed, fault)
+        except AssertionError as error:
+            found += 1
+            assert any(one in str(error) for one in what.split("|")), error
+        else:
+            found += bool(out.isnan().any())
+    assert found
+
+
+def test_an_access_outside_of_a_tensor_is_found():
+    with pytest.raises(AssertionError, match="outside"):
+        launched(0, room=ROWS * ROWS - 1)

@@ -1,7 +1,8 @@
-"""What tests of kernels in Gluon rely on: their interpreter finds what a chip shows now and then."""
+"""The interpreter of kernels in Gluon finds faults that a chip shows now and then."""
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -91,17 +92,16 @@ def test_partitions_in_any_order_compute_a_product(seed):
     ],
 )
 def test_a_fault_of_synchronisation_is_found(fault, what):
-    """In one of a few orders at least, or by NaN, which shared memory is where nothing has come."""
-    found = 0
+    """In some order, or by NaN, which shared memory is where nothing has come."""
+    said, num_nan = "", 0
     for seed in range(8):
         try:
             out, _ = launched(seed, fault)
         except AssertionError as error:
-            found += 1
-            assert any(one in str(error) for one in what.split("|")), error
+            said += str(error)
         else:
-            found += bool(out.isnan().any())
-    assert found
+            num_nan += bool(out.isnan().any())
+    assert num_nan or re.search(what, said)
 
 
 def test_an_access_outside_of_a_tensor_is_found():

@@ -48,15 +48,15 @@ class Program:
             thread.start()
         while turns := self._turns(partitions):
             self._random.choice(turns)()
-        self._current, stuck = None, [one for one in partitions if not one.ended]
-        for one in stuck:
+        self._current, waiting = None, [one for one in partitions if not one.ended]
+        for one in waiting:
             one.ended = True
             one.turn.release()
         for thread in threads:
             thread.join()
         if self._error is not None:
             raise self._error
-        assert not stuck, f"{len(stuck)} partitions wait for ever"
+        assert not waiting, f"{len(waiting)} partitions wait for ever"
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Let a partition go on once ``ready``; often others have their turns first."""

@@ -81,12 +81,16 @@ class Interpreter:
         parity = int(phase)
         self.program.wait(lambda: barrier.is_done(parity))
 
+    def stand_at(self, place: tuple[int, ...], grid: tuple[int, ...]) -> None:
+        """Be a program, for functions that ask which one they are called in."""
+        self._memories = []
+        self.program = Program(place, grid, self.random.randrange(1 << 30))
+
     def launch(self, function: Callable[..., None], grid: tuple[int, ...], given: Any) -> None:
         places = [*product(*map(range, grid))]
         self.random.shuffle(places)
         for place in places:
-            self._memories = []
-            self.program = Program(place, grid, self.random.randrange(1 << 30))
+            self.stand_at(place, grid)
             function(**given)
 
 
@@ -228,8 +232,10 @@ def _argument(value: Any) -> Any:
 
 
 @contextmanager
-def interpreted(seed: int = 0, *, also: ModuleType | None = None) -> Iterator[None]:
+def interpreted(seed: int = 0, *, also: ModuleType | None = None) -> Iterator[Interpreter]:
     """Launch kernels in Gluon, and what they share with Triton's, in Python while this lasts.
+
+    Their functions can be called with numbers and tensors, too (``Block``, ``Pointer``).
 
     Args:
         seed: of the order of programs, of partitions' turns and of copies.
@@ -271,7 +277,7 @@ def interpreted(seed: int = 0, *, also: ModuleType | None = None) -> Iterator[No
                     continue
                 before.append((module, key, value))
                 setattr(module, key, new)
-        yield
+        yield interpreter
     finally:
         for module, key, value in before:
             setattr(module, key, value)

@@ -6,7 +6,6 @@ Swizzles mean nothing here: views with lines of one width agree on where element
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import chain
 from operator import add
 from threading import get_ident
@@ -55,13 +54,6 @@ class Memory:
         self.unfenced.pop(get_ident(), None)
 
 
-@lru_cache
-def _places(rows: int, columns: int, line: int) -> torch.Tensor:
-    """Where elements [rows, columns] lie; lines of ``line`` elements stand under each other."""
-    row, column = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
-    return column // line * rows * line + row * line + column % line
-
-
 @dataclass(frozen=True, slots=True)
 class Shared:
     """A view of shared memory.
@@ -107,15 +99,15 @@ class Shared:
         return self.read()
 
     def read(self) -> torch.Tensor:
-        found = self._bits()[self._at()].contiguous().view(self.dtype.torch)
+        found = self._lines().reshape(self.shape).view(self.dtype.torch)
         return found.T if self.transposed else found
 
     def write(self, value: torch.Tensor) -> None:
         value = value.T if self.transposed else value
         assert list(value.shape) == self.shape
         assert value.dtype == self.dtype.torch
-        bits = self._bits()
-        bits[self._at()] = value.contiguous().view(bits.dtype)
+        lines = self._lines()
+        lines.copy_(value.contiguous().view(lines.dtype).view(lines.shape))
 
     @property
     def _own(self) -> range:
@@ -123,15 +115,14 @@ class Shared:
         num_bytes = torch.Size(self.shape).numel() * self.dtype.torch.itemsize
         return range(self.begin, self.begin + num_bytes)
 
-    def _bits(self) -> torch.Tensor:
-        own = self._own
-        return self.memory.bytes[own.start : own.stop].view(_BITS[self.dtype.torch.itemsize])
-
-    def _at(self) -> torch.Tensor:
+    def _lines(self) -> torch.Tensor:
+        """Its bits [rows, lines of a row, elements of a line], where they lie."""
+        own, size = self._own, self.dtype.torch.itemsize
         rows, columns = torch.Size(self.shape[:-1]).numel(), self.shape[-1]
-        line = self.line // self.dtype.torch.itemsize or columns
-        assert len(self.shape) == 2 or columns <= line, "index a tile before it is read"
-        return _places(rows, columns, line).view(self.shape)
+        line = min(columns, self.line // size or columns)
+        assert len(self.shape) == 2 or columns == line, "index a tile before it is read"
+        bits = self.memory.bytes[own.start : own.stop].view(_BITS[size])
+        return bits.view(columns // line, rows, line).transpose(0, 1)
 
 
 def line_bytes(layout: Any) -> int:

@@ -1,76 +1,53 @@
-"""Attention on Hopper without the chip: its schedule, its choices, and that it compiles.
-
-Its rows are compared on the chip (tests/gpu/test_hopper_attention_gpu.py): Gluon has no
-interpreter.
-"""
+"""Attention on Hopper without the chip: its schedule, its choices, and that it compiles."""
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import accumulate, pairwise, takewhile
-from types import SimpleNamespace
+from itertools import pairwise
 
 import pytest
 import torch
 
 from helpers.compiled import Launched, compile_launches, unused_barriers
+from helpers.gluon_interpreter import interpreted
 from sametoken.ops.backend import AttentionRows, AttentionShape, KeptRows, LayerKV, RowRuns
 from sametoken.ops.dispatch import attention_kernels
-from sametoken.ops.model.attention import (
-    hopper,
-    hopper_kernels,
-    hopper_sums,
-    hopper_tiles,
-    schedule,
-)
-from sametoken.ops.model.attention.tuning import LOG2_E
+from sametoken.ops.model.attention import hopper, hopper_tiles, schedule
 
 QWEN3 = AttentionShape(32, 8, 128)
 
 
-def value(function, *arguments):
-    """Of a function that Gluon compiles, for numbers."""
-    return function.fn(*arguments).value
+@pytest.fixture
+def language():
+    """Functions of kernels can be called."""
+    with interpreted():
+        yield
 
 
-def test_splits_follow_one_another_and_depend_on_position_alone(monkeypatch):
-    monkeypatch.setattr(schedule.tl, "minimum", min)
-    monkeypatch.setattr(schedule.tl, "maximum", max)
+@pytest.mark.usefixtures("language")
+def test_splits_follow_one_another_and_depend_on_position_alone():
     levels = pairwise([*schedule.LEVELS, (60_000, 0)])
     begins = [at for (begin, size), (end, _) in levels for at in range(begin, end, size)]
     for split, (begin, end) in enumerate(pairwise(begins)):
-        assert value(schedule.begin_of, split) == begin
+        assert schedule.begin_of(split) == begin
         for position in (begin, (begin + end) // 2, end - 1):
-            assert value(schedule.split_of, position) == split
-            assert value(schedule.splits_before, position + 1) == split + 1
+            assert schedule.split_of(position) == split
+            assert schedule.splits_before(position + 1) == split + 1
             assert schedule.max_splits(position + 1) == split + 1
-    assert value(schedule.splits_before, 0) == schedule.max_splits(0) == 0
+    assert schedule.splits_before(0) == schedule.max_splits(0) == 0
 
 
-@pytest.fixture
-def own_part(monkeypatch):
-    """``schedule.own_part`` for numbers."""
-    language = SimpleNamespace(
-        minimum=min, maximum=max, where=lambda is_so, a, b: a if is_so else b
-    )
-    monkeypatch.setattr(schedule, "splits_before", partial(value, schedule.splits_before))
-    monkeypatch.setattr(schedule, "tl", language)
-    return schedule.own_part.fn
-
-
+@pytest.mark.usefixtures("language")
 @pytest.mark.parametrize(("first", "end"), [(0, 129), (0, 7), (7, 70), (3, 700), (0, 1)])
 @pytest.mark.parametrize("programs", [1, 2, 5, 128])
 def test_parts_of_a_line_hold_every_split_once_and_their_share_to_half_a_split(
-    first, end, programs, own_part
+    first, end, programs
 ):
-    before = schedule.begin_of.fn(first).value // 128
-    tiles = end - before
-    borders = [schedule.begin_of.fn(split).value // 128 for split in range(1000)]
-    cuts = [before - (-place * tiles // programs) for place in range(programs + 1)]
-    found = []
+    borders = [int(schedule.begin_of(split)) // 128 for split in range(200)]
+    before, found = borders[first], []
+    cuts = [before - (-place * (end - before) // programs) for place in range(programs + 1)]
     # A program whose part is empty at the line's end begins after the query tile.
-    for low, high in takewhile(lambda part: part[0] < end, pairwise(cuts)):
-        split, last, after = own_part(low, high, first, end, 128)
+    for low, high in (part for part in pairwise(cuts) if part[0] < end):
+        split, last, after = map(int, schedule.own_part(low, high, first, end, 128))
         assert after == schedule.max_splits(end * 128)
         found += range(split, last)
         if split < last:
@@ -79,41 +56,22 @@ def test_parts_of_a_line_hold_every_split_once_and_their_share_to_half_a_split(
     assert found == [*range(first, after)]
 
 
+@pytest.mark.usefixtures("language")
 @pytest.mark.parametrize("tile", [64, 128])
 @pytest.mark.parametrize("window", [1, 100, 128, 1024, 4096])
-def test_parts_of_windows_hold_every_split_once_from_where_the_window_begins(
-    window, tile, own_part, monkeypatch
-):
-    for name in ("begin_of", "split_of"):
-        monkeypatch.setattr(hopper_tiles, name, partial(value, getattr(schedule, name)))
-    language = SimpleNamespace(minimum=min, maximum=max, where=schedule.tl.where)
-    monkeypatch.setattr(hopper_tiles, "gl", language)
-    monkeypatch.setattr(hopper_tiles, "own_part", own_part)
-    for position, rows in (
-        (0, 1),
-        (100, 8),
-        (1300, 4),
-        (4095, 1),
-        (8191, 1),
-        (8200, 4),
-        (40_000, 8),
-    ):
-        first, end, begin = hopper_tiles.extent.fn(position, rows, tile, window)
-        seen = max(position - window + 1, 0)
-        assert begin * tile <= seen < (begin + 1) * tile
+def test_parts_of_windows_hold_every_split_once_from_where_the_window_begins(window, tile):
+    for position, rows in ((0, 1), (100, 8), (1300, 4), (4095, 1), (8191, 1), (40_000, 8)):
+        first, end, begin = map(int, hopper_tiles.extent(position, rows, tile, window))
+        assert begin == max(position - window + 1, 0) // tile
         for programs in (1, 2, 5, 128):
             cuts = [begin - (-place * (end - begin) // programs) for place in range(programs + 1)]
             splits, tiles = [], []
-            for low, high in pairwise(cuts):
-                if low >= end:
-                    break
-                split, last, after, kv, stop = hopper_tiles.own_tiles.fn(
-                    low, high, first, begin, end, tile, window
-                )
+            for low, high in (part for part in pairwise(cuts) if part[0] < end):
+                own = hopper_tiles.own_tiles(low, high, first, begin, end, tile, window)
+                split, last, after, kv, stop = map(int, own)
                 assert after == schedule.max_splits(end * tile)
-                if split < last:
-                    splits += range(split, last)
-                    tiles += range(kv, stop)
+                splits += range(split, last)
+                tiles += range(kv, stop) if split < last else ()
             assert splits == [*range(first, after)]
             assert tiles == [*range(begin, end)]
 
@@ -161,59 +119,6 @@ def test_padding_runs_add_a_tile_each_at_most():
     assert hopper.choose(8, 80, 80, QWEN3, 4096) == hopper.table_for(QWEN3).splits
 
 
-class Memory:
-    """A pointer into integers, for ``own_tile``."""
-
-    def __init__(self, values, at=0):
-        self.values, self.at = torch.as_tensor(values), at
-
-    def __add__(self, offset):
-        return Memory(self.values, self.at + offset)
-
-
-class OneProgram:
-    """The part of Gluon's language that ``own_tile`` uses, for one program."""
-
-    constexpr = int
-    int32 = torch.int32
-    where, sum = staticmethod(torch.where), staticmethod(torch.sum)
-    minimum, maximum = staticmethod(min), staticmethod(max)
-
-    def __init__(self, program):
-        self.program_id = lambda axis: program
-
-    def BlockedLayout(self, *_):
-        return None
-
-    def arange(self, begin, end, layout):
-        return torch.arange(begin, end)
-
-    def load(self, memory, mask, other):
-        at = memory.at.clamp(max=len(memory.values) - 1)
-        return torch.where(mask, memory.values[at], other)
-
-    def associative_scan(self, values, axis, combine):
-        assert combine is hopper_kernels.added
-        return values.cumsum(axis)
-
-
-@pytest.mark.parametrize("first_run", [0, 2])
-def test_programs_of_whole_rows_cover_every_row_of_ragged_runs_once(first_run, monkeypatch):
-    sizes, rows = [1, 4, 0, 17, 99, 110, *[0] * 10], 32
-    starts = [0, *accumulate(sizes)]
-    sizes = sizes[first_run:]
-    found = []
-    for program in range(hopper.most_tiles(len(sizes), max(sizes), sum(sizes), rows)):
-        monkeypatch.setattr(hopper_kernels, "gl", OneProgram(program))
-        own_tile = hopper_kernels.own_tile.fn
-        begin, stop, first = own_tile(Memory(starts), first_run, len(sizes), 110, 1, rows, 128)
-        if begin < stop:
-            assert (int(begin), int(stop)) in pairwise(starts)
-            assert first % rows == 0
-            found += range(begin + first, min(begin + first + rows, stop))
-    assert sorted(found) == [*range(starts[first_run], starts[-1])]
-
-
 @pytest.mark.parametrize("config", [hopper.TABLES[128].splits, hopper.TABLES[128].wide])
 def test_kept_rows_wait_for_memory_that_the_kernels_before_them_write(config, monkeypatch):
     """Those of a chunk's rows below the first that is kept."""
@@ -252,35 +157,6 @@ def test_what_computes_attention_has_a_name(monkeypatch):
     for hopper_gpu, name in ((True, "gluon"), (False, "triton")):
         monkeypatch.setattr(hopper, "is_hopper", lambda device, found=hopper_gpu: found)
         assert attention_kernels("triton", *asked, cuda) == name
-
-
-@pytest.mark.parametrize("level", [0.0, 300.0, -300.0])
-def test_a_sink_joins_splits_as_one_more_without_values(level, monkeypatch):
-    """Queries x splits of five positions each; a sink far above or below all scores too."""
-    language = SimpleNamespace(
-        exp2=torch.exp2,
-        maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
-        fma=lambda a, b, c: a * b + c,
-    )
-    joined = hopper_sums.joined.fn
-    for name, stand_in in (("gl", language), ("joined", joined), ("_LOG2_E", LOG2_E)):
-        monkeypatch.setattr(hopper_sums, name, stand_in)
-    random, factor = torch.Generator().manual_seed(0), 0.125
-    scores = 30 * torch.randn(8, 3, 5, generator=random)
-    values = torch.randn(3, 5, 4, generator=random)
-    sinks = level + torch.linspace(-3, 3, 8)
-    scale = factor * LOG2_E
-    acc, top, total = torch.zeros(8, 4), torch.full((8,), -1e30), torch.zeros(8)
-    for split in range(3):
-        highest = scores[:, split].amax(1)
-        weights = torch.exp2((scores[:, split] - highest[:, None]) * scale)
-        top, total, old, new = joined(top, total, highest, weights.sum(1), scale)
-        acc = acc * old[:, None] + weights @ values[split] * new[:, None]
-    acc, total = hopper_sums.with_sinks.fn(acc, top, total, sinks, scale)
-    beside = torch.cat((scores.flatten(1) * factor, sinks[:, None]), dim=1).double()
-    expected = torch.softmax(beside, dim=1)[:, :-1] @ values.flatten(0, 1).double()
-    assert (acc / total[:, None]).isfinite().all()
-    torch.testing.assert_close((acc / total[:, None]).double(), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,33 +1,24 @@
-"""Latent attention on Hopper without the chip: its choices, and that it compiles.
-
-Its rows are compared on the chip (tests/gpu/test_latent_attention_gpu.py): Gluon has no
-interpreter.
-"""
+"""Latent attention on Hopper without the chip: its choices, and that it compiles."""
 
 from __future__ import annotations
 
 import json
 import re
-from itertools import accumulate, pairwise, product
-from types import SimpleNamespace
+from itertools import accumulate
 
 import pytest
 import torch
 
 from helpers.compiled import Launched, compile_launches, unused_barriers
+from helpers.gluon_blocks import Block, Pointer
+from helpers.gluon_interpreter import interpreted
 from helpers.machine_code import disassembled
 from sametoken.ops.backend import AttentionRows, KeptRows, RowRuns
-from sametoken.ops.model.attention import arithmetic, hopper_sums, schedule
-from sametoken.ops.model.attention import hopper_kernels as attention_kernels
-from sametoken.ops.model.attention import hopper_tiles as attention_tiles
 from sametoken.ops.model.attention.kv import FLOAT8
-from sametoken.ops.model.attention.schedule import LEVELS, max_splits
+from sametoken.ops.model.attention.schedule import LEVELS
 from sametoken.ops.model.latent_attention import (
     hopper,
-    hopper_kernels,
-    hopper_pair_results,
     hopper_pair_tiles,
-    hopper_results,
     hopper_shares,
     hopper_tiles,
 )
@@ -89,221 +80,27 @@ def test_every_split_holds_whole_tiles():
     assert all(size % hopper_tiles.TILE.value == 0 for _, size in LEVELS)
 
 
-class Memory:
-    """A pointer into numbers."""
-
-    def __init__(self, values, at=0):
-        self.values, self.at = torch.as_tensor(values), torch.as_tensor(at)
-        self.dtype = SimpleNamespace(element_ty=self.values.dtype)
-
-    def __add__(self, offset):
-        return Memory(self.values, self.at + offset)
-
-
-class OneProgram:
-    """The part of Gluon's language that the kernels below use, for one program of several."""
-
-    constexpr = int
-    int32, int64, float32 = torch.int32, torch.int64, torch.float32
-    sum, exp2, static_range = staticmethod(torch.sum), staticmethod(torch.exp2), range
-
-    def __init__(self, *program, programs=1):
-        self.program_id = lambda axis: torch.tensor(program[axis])
-        self.num_programs = lambda axis: programs
-
-    def BlockedLayout(self, *_):
-        return None
-
-    def arange(self, begin, end, layout):
-        return torch.arange(begin, end)
-
-    def zeros(self, shape, dtype, layout):
-        return torch.zeros(shape, dtype=dtype)
-
-    def where(self, condition, a, b):
-        return torch.where(torch.as_tensor(condition), a, b)
-
-    def maximum(self, a, b):
-        return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
-
-    def minimum(self, a, b):
-        return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
-
-    def fma(self, a, b, c):
-        return a * b + c
-
-    def load(self, memory, mask=True, other=0, eviction_policy=""):
-        mask = torch.as_tensor(mask)
-        assert (mask | (memory.at >= 0)).all()
-        at = memory.at.clamp(max=len(memory.values) - 1)
-        return torch.where(mask, memory.values[at], other)
-
-    def store(self, memory, values):
-        memory.values[memory.at] = values
-
-    def associative_scan(self, values, axis, combine):
-        return values.cumsum(axis)
-
-    def reduce(self, values, axis, combine):
-        return tuple(one.sum(axis) for one in values)
-
-
-@pytest.fixture
-def join(monkeypatch):
-    """``join_kernel`` as a function of its program and its arguments."""
-    names = ("dim_of", "pair_dim_of", "joined", "rows_of_run", "splits_before", "_stored_splits")
-    for name in (*names, "divisor_of", "scaled"):
-        monkeypatch.setattr(hopper_kernels, name, getattr(hopper_kernels, name).fn)
-    for name in ("RANK", "LOWEST"):
-        monkeypatch.setattr(hopper_kernels, name, getattr(hopper_kernels, name).value)
-    monkeypatch.setattr(hopper_results, "HALF", hopper_results.HALF.value)
-    for name in ("_BEGIN_1", "_BEGIN_2", "_BEGIN_3", "_SIZE_0", "_SIZE_1", "_SIZE_2", "_SIZE_3"):
-        monkeypatch.setattr(schedule, name, getattr(schedule, name).value)
-
-    def run(program, *arguments, **constants):
-        for module in (hopper_kernels, hopper_sums, attention_tiles, hopper_tiles):
-            monkeypatch.setattr(module, "gl", OneProgram(*program))
-        for module in (schedule, arithmetic):
-            monkeypatch.setattr(module, "tl", OneProgram(*program))
-        hopper_kernels.join_kernel.fn(*arguments, **constants, PDL=False)
-
-    return run
-
-
-def test_lines_hold_sums_in_the_order_that_the_join_undoes(monkeypatch):
-    monkeypatch.setattr(hopper_results, "HALF", 256)
-    monkeypatch.setattr(hopper_results, "_line_registers", lambda *_: None)
-    language = SimpleNamespace(constexpr=int, convert_layout=lambda values, layout: values)
-    monkeypatch.setattr(hopper_results, "gl", language)
-    sums = torch.arange(256)[:, None] + 1000 * torch.arange(32)
-    lines = hopper_results._lines_of.fn(sums)
-    element = hopper_results.dim_of.fn(torch.arange(512))
-    assert torch.equal(lines, element[:256] + 1000 * torch.arange(32)[:, None])
-    assert torch.equal(element[256:], element[:256] + 256)
-
-
-def test_chunks_of_a_pair_hold_sums_in_the_order_that_the_join_undoes(monkeypatch):
-    monkeypatch.setattr(hopper_pair_results, "CHUNK", 64)
-    language = SimpleNamespace(convert_layout=lambda values, layout: values)
-    monkeypatch.setattr(hopper_pair_results, "gl", language)
-    sums = torch.arange(512) + 1000 * torch.arange(64)[:, None]
-    chunks = [hopper_pair_results._lines_of.fn(one) for one in sums.split(64, dim=1)]
-    element = hopper_pair_results.dim_of.fn(torch.arange(512))
-    assert torch.equal(torch.cat(chunks, dim=1), element + 1000 * torch.arange(64)[:, None])
-
-
-def test_halves_are_the_lower_and_the_upper_columns(monkeypatch):
-    language = SimpleNamespace(constexpr=int, split=lambda values: values.unbind(-1))
-    monkeypatch.setattr(hopper_pair_results, "gl", language)
-    sums = torch.arange(64 * 256).view(64, 256)
-    low, high = hopper_pair_results._halves.fn(sums)
-    assert torch.equal(torch.cat((low, high), dim=1), sums)
-
-
-def test_a_pair_sums_weights_over_positions_in_the_order_of_rows(monkeypatch):
-    language = SimpleNamespace(
-        constexpr=int, static_range=range, sum=lambda values, axis: values.sum(axis),
-        convert_layout=lambda values, layout: values,
-    )  # fmt: skip
-    monkeypatch.setattr(hopper_pair_tiles, "gl", language)
-    monkeypatch.setattr(hopper_pair_tiles, "QUERIES", 64)
+def test_a_pair_sums_weights_over_positions_in_the_order_of_rows():
+    """In which the sum over rows of products adds, so the kernels of few queries."""
     weights = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) ** 8
-    # Rows of a warp group's products: bit 3 is in a thread, 2 to 0 in a warp, 5 and 4 over warps.
-    rows = weights.T
-    for bit in (3, 2, 1, 0, 5, 4):
-        kept = torch.tensor([at for at in range(64) if not at & 1 << bit])
-        rows = torch.zeros_like(rows).index_add_(0, kept, rows[kept] + rows[kept + (1 << bit)])
-    assert torch.equal(hopper_pair_tiles._total.fn(weights), rows[0])
+    with interpreted():
+        of_rows = hopper_tiles.gl.sum(Block(weights.T), 0).data
+        assert torch.equal(hopper_pair_tiles._total(Block(weights)).data, of_rows)
+    assert not torch.equal(of_rows, weights.sum(1))
 
 
-#: Places of elements in a line: a thread's four lie side by side. They differ in bits 7 and 3 of
-#: the element, or of a pair's in bits 3 and 0.
-STORED = {
-    False: torch.arange(512).view(2, 2, 8, 2, 8).permute(0, 2, 4, 1, 3).reshape(512),
-    True: torch.arange(512).view(32, 2, 4, 2).permute(0, 2, 1, 3).reshape(512),
-}
-
-
-@pytest.mark.parametrize(("pair", "joins"), [(False, False), (False, True), (True, False)])
-@pytest.mark.parametrize("ahead", [3, hopper.JOIN_SIZES[False]["AHEAD"]])
-def test_splits_are_joined_in_order_whatever_is_loaded_ahead(join, ahead, pair, joins):
-    # The first run is of an earlier launch, the second has a dead row, the third no row.
-    positions, slots = torch.tensor([0, 5000, 5001, 0, 700]), torch.tensor([1, 2, 2, 9, 3])
-    heads, first_run, width, most, scale, factor = 2, 1, 3, 20, 0.25, 0.3 if joins else 1.0
-    starts = torch.tensor([0, 1, 4, 4, 5])
-    random = torch.Generator().manual_seed(0)
-    sums = torch.randn(3 * width, heads, most, 512, generator=random)
-    stats = torch.rand(3 * width, heads, most, 2, generator=random) * 9
-    # By tile of four queries, two tiles a run: what programs joined lies at the last one's place.
-    num_joined = torch.tensor([4, 1, 99, 99, 0, 99]) if joins else None
-    lines = [(1, 0), (2, 1), *([] if joins else [(4, 6)])]
-    for position, place in ((5000, 0), (5001, 1), (0, 2), (700, 6)):
-        for part in (sums, stats):
-            part[place, :, max_splits(position + 1) :] = torch.nan
-            part[place, :, : 3 * joins * (place < 2)] = torch.nan
-    out = torch.full((5, heads, 512), 77.0)
-    memory = (Memory(one.view(-1)) for one in (sums, stats))
-    tensors = (*memory, *map(Memory, (positions, slots, starts)))
-    vector_scale = Memory(torch.tensor([factor])) if joins else None
-    tensors += (vector_scale, Memory(num_joined) if joins else None, Memory(out.view(-1)))
-    for place, head in product(range(3 * width), range(heads)):
-        sizes = {"HEADS": heads, "AHEAD": ahead, "PAIR": pair}
-        join((place, head), *tensors, first_run, width, 2, 4, most, scale, **sizes)
-    assert (out[0] == 77).all()
-    assert (out[3] == 0).all() or joins
-    assert (out[4] == 77).all() or not joins
-    for row, place in lines:
-        for head in range(heads):
-            top, total, acc = torch.tensor(-1e30), torch.tensor(0.0), torch.zeros(512)
-            for split in range(3 * joins, max_splits(int(positions[row]) + 1)):
-                weight, peak = stats[place, head, split]
-                highest = torch.maximum(top, peak)
-                old = torch.exp2((top - highest) * (scale * torch.tensor(factor)))
-                new = torch.exp2((peak - highest) * (scale * torch.tensor(factor)))
-                acc = acc * old + sums[place, head, split] * new
-                total, top = total * old + weight * new, highest
-            assert torch.equal(out[row, head, STORED[pair]], acc / (total / factor))
-
-
-@pytest.mark.parametrize("first_run", [0, 2])
-def test_programs_of_whole_rows_cover_every_query_of_ragged_runs_once(first_run, monkeypatch):
-    sizes, heads, queries = [1, 4, 0, 17, 99, 110, *[0] * 10], 20, 64
-    starts = [0, *accumulate(sizes)]
-    sizes = sizes[first_run:]
-    found = []
-    for program in range(hopper.most_tiles(len(sizes), max(sizes), sum(sizes), heads, queries)):
-        monkeypatch.setattr(attention_kernels, "gl", OneProgram(program))
-        own_tile = attention_kernels.own_tile.fn
-        begin, stop, first = own_tile(
-            Memory(starts), first_run, len(sizes), 110, heads, queries, 128
-        )
-        if begin < stop:
-            assert (int(begin), int(stop)) in pairwise(starts)
-            last = min(first + queries, (stop - begin) * heads)
-            found += range(begin * heads + first, begin * heads + last)
-    assert sorted(found) == [*range(starts[first_run] * heads, starts[-1] * heads)]
-
-
-@pytest.fixture
-def own_shares(monkeypatch):
-    """``hopper_shares.own_share`` of each of some programs, by its arguments, as integers."""
-    monkeypatch.setattr(hopper_shares, "TILE", 64)
-    own_share = hopper_shares.own_share.fn
-    for name in ("tile_of", "end_tile", "rows_of_run"):
-        monkeypatch.setattr(hopper_shares, name, getattr(hopper_shares, name).fn)
-
-    def run(programs, *arguments):
-        for program in range(programs):
-            for module in (hopper_shares, attention_tiles):
-                monkeypatch.setattr(module, "gl", OneProgram(program, programs=programs))
-            yield tuple(map(int, own_share(*arguments)))
-
-    return run
+def shares_of(programs, interpreter, *arguments):
+    """``own_share`` of each of some programs, as integers."""
+    tensors = (Pointer(torch.as_tensor(one)) for one in arguments[:3])
+    arguments = (*tensors, *arguments[3:])
+    for program in range(programs):
+        interpreter.stand_at((program, 0, 0), (programs, 1, 1))
+        yield tuple(map(int, hopper_shares.own_share(*arguments)))
 
 
 @pytest.mark.parametrize("programs", [1, 7, 128])
 @pytest.mark.parametrize("first_run", [0, 2])
-def test_shares_are_equal_parts_of_the_line_of_all_tiles(programs, first_run, own_shares):
+def test_shares_are_equal_parts_of_the_line_of_all_tiles(programs, first_run):
     sizes, heads, queries, width = [1, 3, 0, 2, 4, 1, *[0] * 5], 20, 32, 4
     starts = [0, *accumulate(sizes)]
     positions = torch.randint(2000, (starts[-1],), generator=torch.Generator().manual_seed(0))
@@ -318,10 +115,11 @@ def test_shares_are_equal_parts_of_the_line_of_all_tiles(programs, first_run, ow
             row = (min(first + queries, stop) - 1) // heads
             tiles = (int(positions[begin]) + row - begin) // 64 + 1
             line += [(tile, int(slots[begin]))] * tiles
-    memory = (Memory(positions), Memory(slots), Memory(starts))
     sizes_of = (first_run, width, tiles_per_run, num_tiles, heads, queries, 256, 4)
     shares = []
-    for tile, slot, start, low, high in own_shares(programs, *memory, *sizes_of):
+    with interpreted() as interpreter:
+        found = [*shares_of(programs, interpreter, positions, slots, starts, *sizes_of)]
+    for tile, slot, start, low, high in found:
         shares.append((low, high))
         if low < len(line):
             assert (tile, slot) == line[low]
@@ -334,46 +132,10 @@ def test_shares_are_equal_parts_of_the_line_of_all_tiles(programs, first_run, ow
     assert {high - low - len(line) // programs for low, high in shares} <= {0, 1}
 
 
-@pytest.mark.parametrize("programs", [7, 128])
-@pytest.mark.parametrize(("heads", "width"), [(4, 1), (20, 1), (20, 4)])
-def test_programs_compute_every_split_of_every_query_tile_once(
-    heads, width, programs, own_shares, monkeypatch
-):
-    numbers = SimpleNamespace(minimum=min, maximum=max, where=lambda is_so, a, b: a if is_so else b)
-    monkeypatch.setattr(schedule, "tl", numbers)
-    splits_before = schedule.splits_before.fn
-    monkeypatch.setattr(schedule, "splits_before", lambda *given: splits_before(*given).value)
-    monkeypatch.setattr(hopper_shares, "own_part", schedule.own_part.fn)
-    queries, tiles_per_run = 32, -(-width * heads // 32)
-    # Long, equal and padded runs: the last two stand at position 0.
-    begins = [20_000, 16_384, 16_400, 16_400, 1_023, 300, 0, 0]
-    positions = Memory([begin + row for begin in begins for row in range(width)])
-    memory = (positions, Memory(range(width * len(begins))), None)
-    found = []
-    sizes = (0, width, tiles_per_run, tiles_per_run * len(begins), heads, queries, 256, 4)
-    for tile, _, start, low, high in own_shares(programs, *memory, *sizes):
-        at = start
-        for one in range(tile, tiles_per_run * len(begins)):
-            first = one % tiles_per_run * queries
-            rows = (width * (one // tiles_per_run), first, width * heads)
-            _, end, split, last, after = hopper_shares.own_splits.fn(
-                positions, *rows, at, low, high, heads, queries
-            )
-            if at < high:
-                found += [(one, own) for own in range(int(split), int(last))]
-                assert split >= last or last <= after
-            at += int(end)
-    expected = []
-    for tile in range(tiles_per_run * len(begins)):
-        last_query = min(tile % tiles_per_run * queries + queries, width * heads) - 1
-        position = begins[tile // tiles_per_run] + last_query // heads
-        expected += [(tile, split) for split in range(max_splits(position // 64 * 64 + 64))]
-    assert found == expected
-
-
-def test_runs_of_one_length_are_cut_at_their_borders(own_shares):
-    memory = (Memory([16_400] * 8), Memory([*range(8)]), Memory([*range(9)]))
-    shares = [*own_shares(128, *memory, 0, 1, 1, 8, 20, 32, 256, 4)]
+def test_runs_of_one_length_are_cut_at_their_borders():
+    where = ([16_400] * 8, [*range(8)], [*range(9)])
+    with interpreted() as interpreter:
+        shares = [*shares_of(128, interpreter, *where, 0, 1, 1, 8, 20, 32, 256, 4)]
     assert [share[:3] for share in shares[::16]] == [(run, run, 257 * run) for run in range(8)]
     assert [low for *_, low, _ in shares[::16]] == [257 * run for run in range(8)]
 

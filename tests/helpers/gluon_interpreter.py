@@ -6,9 +6,10 @@ layouts of registers mean nothing, and shared memory is bytes that are NaN at fi
 
 Partitions of a program run one at a time and change turns where they wait, at random, so that a
 barrier too few shows. TMA's copies come at a random time between their start and the phase that
-they complete; what they will cover is NaN meanwhile. Products read shared memory when they start,
-and again when they are waited for, when it must be what it was. A product is exact and rounded
-once, so forms that sum the same tiles in the same order have equal bits, on a chip other ones.
+they complete; what they will cover is NaN meanwhile, and no load may be in flight there, as it is
+until its value is used. Products read shared memory when they start, behind a fence, and again when
+they are waited for, when it must be what it was. A product is exact and rounded once, so forms that
+sum the same tiles in the same order have equal bits, on a chip other ones.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ class Interpreter:
 
     def load_box(self, memory: Descriptor, at: list[Any], barrier: Barrier, into: Shared) -> None:
         data = memory.read(at)
-        into.write(torch.full_like(data.view(torch.uint8), 255).view(data.dtype))
+        into.copy(None)
 
         def arrive() -> None:
-            into.write(data)
+            into.copy(data)
             barrier.arrive(num_bytes=-data.nbytes)
 
         self.program.copies.append(arrive)
@@ -80,6 +81,14 @@ class Interpreter:
     def wait(self, barrier: Barrier, phase: Any) -> None:
         parity = int(phase)
         self.program.wait(lambda: barrier.is_done(parity))
+
+    def arrive(self, barrier: Barrier, count: int = 1) -> None:
+        barrier.arrive(count)
+        self.give_way()
+
+    def give_way(self) -> None:
+        """Often, let others have their turns."""
+        self.program.wait(lambda: True)
 
     def stand_at(self, place: tuple[int, ...], grid: tuple[int, ...]) -> None:
         """Be a program, for functions that ask which one they are called in."""
@@ -247,11 +256,11 @@ def interpreted(seed: int = 0, *, also: ModuleType | None = None) -> Iterator[In
         MBarrierLayout=_Barriers, wait=interpreter.wait,
         init=lambda barrier, count: barrier.init(count),
         expect=lambda barrier, num_bytes: barrier.arrive(1, int(num_bytes)),
-        arrive=lambda barrier, count=1: barrier.arrive(count),
+        arrive=interpreter.arrive,
     )  # fmt: skip
 
     def awaited(pendings: int, deps: tuple[Any, ...]) -> Any:
-        interpreter.program.wait(lambda: True)
+        interpreter.give_way()
         found = [one.value() if isinstance(one, Product) else one for one in deps]
         return found[0] if len(found) == 1 else tuple(found)
 

@@ -39,19 +39,46 @@ class Descriptor:
 
 
 class Memory:
-    """Bytes of shared memory, NaN at first, and what was stored there without a fence since.
+    """Bytes of shared memory, NaN at first.
 
     Attributes:
-        unfenced: bytes that a partition, by its thread, has stored.
+        unfenced: what a partition, by its thread, has stored and no fence has followed.
+        copied: what TMA's copies cover, in the order in which they begin.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.bytes = torch.full((num_bytes,), 255, dtype=torch.uint8)
         self.unfenced: dict[int, list[range]] = {}
+        self.copied: list[range] = []
 
     def fence(self) -> None:
         """What this partition has stored may be read by products."""
         self.unfenced.pop(get_ident(), None)
+
+
+class Loaded(Block):
+    """A block from shared memory, in flight until its first use: no copy may cover it before.
+
+    Barriers order the loads of threads and their stores, but not TMA's.
+    """
+
+    __slots__ = ("_copied", "_data", "_extent", "_num_before")
+
+    def __init__(self, memory: Memory, extent: range, data: torch.Tensor) -> None:
+        self._copied, self._extent, self._data = memory.copied, extent, data
+        self._num_before: int | None = len(memory.copied)
+
+    @property
+    def data(self) -> torch.Tensor:
+        if self._num_before is not None:
+            for copied in self._copied[self._num_before :]:
+                assert _apart(self._extent, copied), "a copy covers what a load may still read"
+            self._num_before = None
+        return self._data
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self._data.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +99,7 @@ class Shared:
 
     def index(self, at: Any) -> Shared:
         assert 0 <= int(at) < self.shape[0]
-        begin = self.begin + int(at) * (len(self._own) // self.shape[0])
+        begin = self.begin + int(at) * (len(self.extent) // self.shape[0])
         return replace(self, begin=begin, shape=self.shape[1:])
 
     def permute(self, order: tuple[int, ...]) -> Shared:
@@ -82,20 +109,27 @@ class Shared:
     def _reinterpret(self, dtype: Dtype, shape: list[int], layout: Any) -> Shared:
         found = Shared(self.memory, self.begin, dtype, [*map(int, shape)], line_bytes(layout))
         # On Triton before 3.8 a view may reach beyond what it is a view of.
-        assert found._own.stop <= len(self.memory.bytes)
+        assert found.extent.stop <= len(self.memory.bytes)
         return found
 
     def load(self, layout: Any = None) -> Block:
-        return Block(self.read())
+        return Loaded(self.memory, self.extent, self.read())
+
+    def copy(self, value: torch.Tensor | None) -> None:
+        """TMA's write; None: what comes is on its way."""
+        if value is None:
+            self.memory.copied.append(self.extent)
+            self.memory.bytes[self.extent.start : self.extent.stop] = 255
+        else:
+            self.write(value)
 
     def store(self, value: Block) -> None:
         self.write(value.data)
-        self.memory.unfenced.setdefault(get_ident(), []).append(self._own)
+        self.memory.unfenced.setdefault(get_ident(), []).append(self.extent)
 
     def read_by_product(self) -> torch.Tensor:
         for stored in chain.from_iterable(self.memory.unfenced.values()):
-            apart = stored.stop <= self._own.start or self._own.stop <= stored.start
-            assert apart, "a product reads what was stored without a fence"
+            assert _apart(stored, self.extent), "a product reads what was stored without a fence"
         return self.read()
 
     def read(self) -> torch.Tensor:
@@ -110,19 +144,23 @@ class Shared:
         lines.copy_(value.contiguous().view(lines.dtype).view(lines.shape))
 
     @property
-    def _own(self) -> range:
+    def extent(self) -> range:
         """Its bytes."""
         num_bytes = torch.Size(self.shape).numel() * self.dtype.torch.itemsize
         return range(self.begin, self.begin + num_bytes)
 
     def _lines(self) -> torch.Tensor:
         """Its bits [rows, lines of a row, elements of a line], where they lie."""
-        own, size = self._own, self.dtype.torch.itemsize
+        own, size = self.extent, self.dtype.torch.itemsize
         rows, columns = torch.Size(self.shape[:-1]).numel(), self.shape[-1]
         line = min(columns, self.line // size or columns)
         assert len(self.shape) == 2 or columns == line, "index a tile before it is read"
         bits = self.memory.bytes[own.start : own.stop].view(_BITS[size])
         return bits.view(columns // line, rows, line).transpose(0, 1)
+
+
+def _apart(a: range, b: range) -> bool:
+    return a.stop <= b.start or b.stop <= a.start
 
 
 def line_bytes(layout: Any) -> int:

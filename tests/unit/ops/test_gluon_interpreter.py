@@ -48,6 +48,30 @@ def _sum(out, ring, ones, full, free, early: gl.constexpr, waits: gl.constexpr):
 
 
 @gluon.jit
+def _take(out, ring, full, free, early: gl.constexpr):
+    sums = gl.zeros([ROWS, DEPTH], gl.float32, None)
+    for tile in range(TILES):
+        mbarrier.wait(full.index(tile % 2), (tile // 2) & 1)
+        taken = ring.index(tile % 2).load(None)
+        if early:
+            mbarrier.arrive(free.index(tile % 2), count=1)
+        sums = sums + taken.to(gl.float32)
+        if not early:
+            mbarrier.arrive(free.index(tile % 2), count=1)
+    row = gl.arange(0, ROWS, layout=None)
+    gl.store(out + row[:, None] * DEPTH + row[None, :], sums)
+
+
+@gluon.jit
+def _kernel_of_loads(x, out, early: gl.constexpr):
+    ring = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, DEPTH], swizzled(gl.bfloat16))
+    full, free = new_barriers(2, 1), new_barriers(2, 1)
+    gl.warp_specialize(
+        [(_take, (out, ring, full, free, early)), (_load, (x, ring, full, free, True))], [1], [24]
+    )
+
+
+@gluon.jit
 def _kernel(x, out, fault: gl.constexpr):
     layout: gl.constexpr = swizzled(gl.bfloat16)
     ring = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, DEPTH], layout)
@@ -65,10 +89,13 @@ def _kernel(x, out, fault: gl.constexpr):
     )  # fmt: skip
 
 
+def given() -> torch.Tensor:
+    return torch.randn(TILES * ROWS, DEPTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
 def launched(seed: int, fault: str = "", room: int = ROWS * ROWS) -> tuple[torch.Tensor, ...]:
     """What the kernel computes, and what it is."""
-    x = torch.randn(TILES * ROWS, DEPTH, generator=torch.Generator().manual_seed(0)).bfloat16()
-    out = torch.zeros(room)
+    x, out = given(), torch.zeros(room)
     with interpreted(seed, also=sys.modules[__name__]):
         _kernel[(1,)](boxes(x, ROWS), out, fault=fault)
     expected = x.view(TILES, ROWS, DEPTH).double().sum((0, 2))[:, None].expand(ROWS, ROWS)
@@ -102,6 +129,24 @@ def test_a_fault_of_synchronisation_is_found(fault, what):
         else:
             num_nan += bool(out.isnan().any())
     assert num_nan or re.search(what, said)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_copy_that_may_overtake_a_load_is_found(early):
+    """A load is in flight until its value is used, whatever barrier comes between."""
+    said = []
+    for seed in range(8):
+        x, out = given(), torch.zeros(ROWS, DEPTH)
+        try:
+            with interpreted(seed, also=sys.modules[__name__]):
+                _kernel_of_loads[(1,)](boxes(x, ROWS), out, early=early)
+        except AssertionError as error:
+            said.append(str(error))
+        else:
+            expected = x.view(TILES, ROWS, DEPTH).double().sum(0)
+            torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    assert bool(said) == early
+    assert all("a copy covers" in one for one in said)
 
 
 def test_an_access_outside_of_a_tensor_is_found():

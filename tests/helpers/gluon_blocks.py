@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,6 +20,14 @@ class Dtype:
     @property
     def primitive_bitwidth(self) -> int:
         return 8 * self.torch.itemsize
+
+    @property
+    def fp_mantissa_width(self) -> int:
+        return -int(math.log2(torch.finfo(self.torch).eps))
+
+    @property
+    def exponent_bias(self) -> int:
+        return 1 - int(math.log2(torch.finfo(self.torch).smallest_normal))
 
     @property
     def element_ty(self) -> Dtype:
@@ -85,10 +94,14 @@ def _operation(name: str) -> Callable[[Block, Any], Any]:
     def apply(self: Block, other: Any) -> Any:
         if isinstance(other, Pointer):
             return NotImplemented
-        found = getattr(self.data, name)(plain(other))
+        # Torch has no arithmetic of words without a sign.
+        unsigned = self.data.dtype in (torch.uint16, torch.uint32)
+        data = self.data.long() if unsigned else self.data
+        found = getattr(data, name)(plain(other))
         if found is NotImplemented:
-            found = getattr(self.data, name)(torch.as_tensor(plain(other)))
-        return Block(found)
+            found = getattr(data, name)(torch.as_tensor(plain(other)))
+        is_word = unsigned and found.dtype == torch.int64
+        return Block(found.to(self.data.dtype) if is_word else found)
 
     return apply
 

@@ -4,12 +4,12 @@ Kernels run unchanged. While ``interpreted`` lasts, the names by which their mod
 language, each other's functions and constants stand for what is here. Blocks are torch's tensors,
 layouts of registers mean nothing, and shared memory is bytes that are NaN at first.
 
-Partitions of a program run one at a time and change turns where they wait, at random, so that a
-barrier too few shows. TMA's copies come at a random time between their start and the phase that
-they complete; what they will cover is NaN meanwhile, and no load may be in flight there, as it is
-until its value is used. Products read shared memory when they start, behind a fence, and again when
-they are waited for, when it must be what it was. A product is exact and rounded once, so forms that
-sum the same tiles in the same order have equal bits, on a chip other ones.
+Partitions of a program run one at a time and change turns where they wait or arrive, at random, so
+that a barrier too few shows. TMA's copies come at a random time between their start and the phase
+that they complete; what they will cover is NaN meanwhile, and no load may be in flight there, as it
+is until its value is used. Products read shared memory when they start, behind a fence, and again
+when they are waited for, when it must be what it was. A product is exact and rounded once, so forms
+that sum the same tiles in the same order have equal bits, on a chip other ones.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
+from threading import get_ident
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from helpers.gluon_blocks import Block, Dtype, Pointer, atomic_add, block, load, plain, store
 from helpers.gluon_program import Program
+from helpers.gluon_ptx import evaluated
 from helpers.gluon_shared import (
     Barrier,
     Descriptor,
@@ -38,13 +40,12 @@ from helpers.gluon_shared import (
     Product,
     Shared,
     line_bytes,
-    warpgroup_mma,
 )
 
 TYPES = {
     "int32": torch.int32, "int64": torch.int64, "float32": torch.float32,
-    "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8,
-    "float8e4nv": torch.float8_e4m3fn,
+    "bfloat16": torch.bfloat16, "float16": torch.float16, "float8e4nv": torch.float8_e4m3fn,
+    "uint8": torch.uint8, "uint16": torch.uint16, "uint32": torch.uint32,
 }  # fmt: skip
 
 
@@ -95,6 +96,23 @@ class Interpreter:
         self._memories = []
         self.program = Program(place, grid, self.random.randrange(1 << 30))
 
+    def multiply(
+        self, a: Any, b: Any, acc: Any, *, use_acc: bool = True, is_async: bool
+    ) -> Product:
+        assert is_async
+        product = Product(a, b, acc if use_acc else None)
+        self.program.products[get_ident()].append(product)
+        return product
+
+    def end_products(self, pendings: int, deps: tuple[Any, ...]) -> Any:
+        """End all products of a partition but the last; sums stand for those that have ended."""
+        self.give_way()
+        under_way = self.program.products[get_ident()]
+        while len(under_way) > pendings:
+            under_way.pop(0).end()
+        found = [one.sums if isinstance(one, Product) and one.has_ended else one for one in deps]
+        return found[0] if len(found) == 1 else tuple(found)
+
     def launch(self, function: Callable[..., None], grid: tuple[int, ...], given: Any) -> None:
         places = [*product(*map(range, grid))]
         self.random.shuffle(places)
@@ -120,9 +138,9 @@ def fma(a: Any, b: Any, c: Any) -> Block:
     return Block((a * b + c).float())
 
 
-def exp2(values: Any) -> Block:
+def _in_double(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Block]:
     # In fp32 torch's vectors and the numbers that are left over may differ by a bit.
-    return Block(torch.exp2(block(values).data.double()).float())
+    return lambda values: Block(function(block(values).data.double()).float())
 
 
 def associative_scan(values: Block, axis: int, combine: Any) -> Block:
@@ -168,6 +186,10 @@ def _of_both(function: Callable[..., torch.Tensor]) -> Callable[[Any, Any], Bloc
     return apply
 
 
+def _assert(condition: bool, message: str = "") -> None:
+    assert condition, message
+
+
 def where(condition: Any, a: Any, b: Any) -> Block:
     return Block(torch.where(block(condition).data, plain(a), plain(b)))
 
@@ -176,7 +198,7 @@ def language(interpreter: Interpreter) -> SimpleNamespace:
     """Gluon's language, or the part of it that kernels use."""
     nothing = dict.fromkeys(
         ("BlockedLayout", "SliceLayout", "DotOperandLayout", "SwizzledSharedLayout",
-         "DistributedLinearLayout", "NVMMADistributedLayout", "static_assert"),
+         "DistributedLinearLayout", "NVMMADistributedLayout"),
         lambda *_, **__: None,
     )  # fmt: skip
     types = {name: Dtype(one) for name, one in TYPES.items()}
@@ -186,6 +208,7 @@ def language(interpreter: Interpreter) -> SimpleNamespace:
 
     return SimpleNamespace(
         **nothing, **types, constexpr=lambda value: value, static_range=range,
+        static_assert=_assert,
         NVMMASharedLayout=real.NVMMASharedLayout,
         allocate_shared_memory=interpreter.allocate_shared_memory,
         warp_specialize=lambda functions, *_: interpreter.program.run_partitions(
@@ -200,8 +223,13 @@ def language(interpreter: Interpreter) -> SimpleNamespace:
         full=filled,
         zeros=lambda shape, dtype, layout=None: filled(shape, 0, dtype),
         zeros_like=lambda values: Block(torch.zeros_like(values.data)),
+        full_like=lambda values, value: Block(torch.full_like(values.data, value)),
+        expand_dims=lambda values, axis: Block(values.data.unsqueeze(axis)),
+        broadcast=lambda *values: [
+            *map(Block, torch.broadcast_tensors(*(one.data for one in values)))],
+        inline_asm_elementwise=lambda code, constraints, words, **_: evaluated(code, words),
         convert_layout=lambda values, layout, **_: values,
-        exp2=exp2,
+        exp=_in_double(torch.exp), exp2=_in_double(torch.exp2),
         max=lambda values, axis: extreme(values, axis, -1),
         min=lambda values, axis: extreme(values, axis, 1),
         maximum=_of_both(torch.fmax), minimum=_of_both(torch.fmin),
@@ -258,16 +286,10 @@ def interpreted(seed: int = 0, *, also: ModuleType | None = None) -> Iterator[In
         expect=lambda barrier, num_bytes: barrier.arrive(1, int(num_bytes)),
         arrive=interpreter.arrive,
     )  # fmt: skip
-
-    def awaited(pendings: int, deps: tuple[Any, ...]) -> Any:
-        interpreter.give_way()
-        found = [one.value() if isinstance(one, Product) else one for one in deps]
-        return found[0] if len(found) == 1 else tuple(found)
-
     stand_ins = {
         "gl": gluon, "tl": gluon, "mbarrier": barriers, "load_box": interpreter.load_box,
         "cuda": SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None),
-        "warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": awaited,
+        "warpgroup_mma": interpreter.multiply, "warpgroup_mma_wait": interpreter.end_products,
         "fence_async_shared": interpreter.fence, "barrier": lambda: None,
     }  # fmt: skip
     before: list[tuple[Any, str, Any]] = []

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+
+from helpers.gluon_shared import Product
 
 
 @dataclass(slots=True)
@@ -26,11 +29,16 @@ class Program:
         place: its ids.
         grid: numbers of programs.
         seed: of the order of turns.
+
+    Attributes:
+        copies: on their way.
+        products: likewise, of a partition by its thread, in order.
     """
 
     def __init__(self, place: tuple[int, ...], grid: tuple[int, ...], seed: int) -> None:
         self.place, self.grid = place, grid
         self.copies: list[Callable[[], None]] = []
+        self.products: dict[int, list[Product]] = defaultdict(list)
         self._random = random.Random(seed)
         self._current: Partition | None = None
         self._given_back = threading.Semaphore(0)

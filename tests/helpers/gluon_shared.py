@@ -88,6 +88,7 @@ class Shared:
     Attributes:
         begin: its first byte.
         line: bytes of lines that stand under each other; 0: rows lie behind each other.
+        reaches: beyond what it is a view of, over memory that others may write meanwhile.
     """
 
     memory: Memory
@@ -96,6 +97,7 @@ class Shared:
     shape: list[int]
     line: int
     transposed: bool = False
+    reaches: bool = False
 
     def index(self, at: Any) -> Shared:
         assert 0 <= int(at) < self.shape[0]
@@ -108,9 +110,9 @@ class Shared:
 
     def _reinterpret(self, dtype: Dtype, shape: list[int], layout: Any) -> Shared:
         found = Shared(self.memory, self.begin, dtype, [*map(int, shape)], line_bytes(layout))
-        # On Triton before 3.8 a view may reach beyond what it is a view of.
         assert found.extent.stop <= len(self.memory.bytes)
-        return found
+        # Triton before 3.8 allows it.
+        return replace(found, reaches=found.extent.stop > self.extent.stop)
 
     def load(self, layout: Any = None) -> Block:
         return Loaded(self.memory, self.extent, self.read())
@@ -190,28 +192,38 @@ class Barrier:
 
 
 class Product:
-    """Products on their way, and the sum that they are added to."""
+    """A product on its way, and the sum that it is added to.
 
-    def __init__(self, a: Any, b: Any, acc: Any, use_acc: bool) -> None:
-        self._operands, self._acc = (a, b), acc if use_acc else None
+    Attributes:
+        sums: once it has ended.
+    """
+
+    def __init__(self, a: Any, b: Any, acc: Any) -> None:
+        self._operands, self._acc = (a, b), acc
         self._read = [_read(one) for one in self._operands]
+        self.sums: Block | None = None
 
-    def value(self) -> Block:
-        again = [_read(one) for one in self._operands]
-        assert all(map(_same_bits, self._read, again)), "what a product reads changed meanwhile"
-        a, b = (one.double() for one in self._read)
-        before = self._acc.value() if isinstance(self._acc, Product) else self._acc
-        return Block((a @ b + (0 if before is None else before.data.double())).float())
+    @property
+    def has_ended(self) -> bool:
+        return self.sums is not None
+
+    def end(self) -> None:
+        a, b = map(_read_throughout, self._operands, self._read)
+        before = self._acc.sums if isinstance(self._acc, Product) else self._acc
+        self.sums = Block((a @ b + (0 if before is None else before.data.double())).float())
 
 
 def _read(operand: Any) -> torch.Tensor:
     return operand.read_by_product() if isinstance(operand, Shared) else operand.data
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+def _read_throughout(operand: Any, before: torch.Tensor) -> torch.Tensor:
+    """What was read at first and is still there, in fp64; NaN where a view reached too far."""
+    same = _bits(before) == _bits(_read(operand))
+    reaches = isinstance(operand, Shared) and operand.reaches
+    assert reaches or same.all(), "what a product reads changed meanwhile"
+    return torch.where(same, before.double(), torch.nan)
 
 
-def warpgroup_mma(a: Any, b: Any, acc: Any, *, use_acc: bool = True, is_async: bool) -> Product:
-    assert is_async
-    return Product(a, b, acc, use_acc)
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(_BITS[values.itemsize])

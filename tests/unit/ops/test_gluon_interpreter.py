@@ -16,7 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from helpers.gluon_blocks import Block
 from helpers.gluon_interpreter import interpreted
+from helpers.gluon_ptx import evaluated
 from sametoken.ops.hopper_layouts import boxes, load_box, new_barriers, swizzled
 
 ROWS, DEPTH, TILES = 64, 64, 7
@@ -32,17 +34,15 @@ def _load(x, ring, full, free, waits: gl.constexpr):
 
 
 @gluon.jit
-def _sum(out, ring, ones, full, free, early: gl.constexpr, waits: gl.constexpr):
+def _sum(out, ring, ones, full, free, pendings: gl.constexpr, waits: gl.constexpr):
     sums = gl.zeros([ROWS, ROWS], gl.float32, None)
     for tile in range(TILES):
         if waits:
             mbarrier.wait(full.index(tile % 2), (tile // 2) & 1)
         token = warpgroup_mma(ring.index(tile % 2), ones.permute((1, 0)), sums, is_async=True)
-        if early:
-            mbarrier.arrive(free.index(tile % 2), count=1)
+        token = warpgroup_mma_wait(pendings, deps=(token,))
+        mbarrier.arrive(free.index(tile % 2), count=1)
         sums = warpgroup_mma_wait(0, deps=(token,))
-        if not early:
-            mbarrier.arrive(free.index(tile % 2), count=1)
     row = gl.arange(0, ROWS, layout=None)
     gl.store(out + row[:, None] * ROWS + row[None, :], sums)
 
@@ -82,7 +82,10 @@ def _kernel(x, out, fault: gl.constexpr):
     full, free = new_barriers(2, 1), new_barriers(2, 2 if fault == "one arrival" else 1)
     gl.warp_specialize(
         [
-            (_sum, (out, ring, ones, full, free, fault == "freed early", fault != "not full")),
+            (_sum, (
+                out, ring, ones, full, free, 1 if fault == "freed early" else 0,
+                fault != "not full",
+            )),
             (_load, (x, ring, full, free, fault != "not free")),
         ],
         [1], [24],
@@ -152,3 +155,42 @@ def test_a_copy_that_may_overtake_a_load_is_found(early):
 def test_an_access_outside_of_a_tensor_is_found():
     with pytest.raises(AssertionError, match="outside"):
         launched(0, room=ROWS * ROWS - 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "a", "b", "c", "expected"),
+    [
+        # 261 is a tie between 260 and 262, and fp32 and fp64 have no room for what is added.
+        (torch.bfloat16, 9, 29, 0.0, 260),
+        (torch.bfloat16, 9, 29, 2.0**-60, 262),
+        (torch.bfloat16, 9, -29, -(2.0**-60), -262),
+        (torch.bfloat16, 9, 29, -(2.0**-60), 260),
+        (torch.bfloat16, 5, 53, -(2.0**-60), 264),
+        (torch.bfloat16, 2.0**-100, 2.0**-33, -0.0, 2.0**-133),
+        (torch.float16, 3, 683, 0.0, 2048),
+        (torch.float16, 3, 683, 2.0**-24, 2050),
+        (torch.float16, 2.0**-12, 2.0**-12, 2.0**-24, 2.0**-23),
+    ],
+)
+def test_multiply_adds_of_pairs_are_rounded_once(dtype, a, b, c, expected):
+    """Subnormal numbers are kept."""
+    words = [torch.tensor([[one, 1]], dtype=dtype).view(torch.int32) for one in (a, b, c)]
+    kind = "bf16x2" if dtype == torch.bfloat16 else "f16x2"
+    found = evaluated(f"fma.rn.{kind} $0, $1, $2, $3;", [*map(Block, words)])
+    assert found.data.view(dtype).tolist() == [[expected, 2]]
+
+
+def test_bits_are_chosen_by_a_table():
+    """PTX finds a table as it finds a result, from 0xF0, 0xCC and 0xAA."""
+    words = [Block(torch.tensor([one])) for one in (0x8000_F0F0, 0xCCCC, 0xAAAA)]
+    code = """{
+        .reg .b32 both, ones;
+        mov.b32 ones, 0xFF00FF00;
+        lop3.b32 both, $1, $2, $3, 0xEA;
+        lop3.b32 both, both, ones, 0, 0x30;
+        shr.b32 $0, both, 4;
+    }"""
+    a, b, c = (int(one.data) for one in words)
+    assert int(evaluated(code, words).data) == ((a & b | c) & ~0xFF00FF00) >> 4
+    # A lone bit 31 is no sign.
+    assert int(evaluated("shr.b32 $0, $1, 31;", words).data) == 1

@@ -179,11 +179,12 @@ def test_four_bit_products_have_the_bits_of_the_product_of_the_elements(
         (24576, 1152, 64, "zeros", torch.bfloat16),
         (1000, 2880, 32, "zeros", torch.float16),
         (70, 128, 128, "symmetric", torch.float16),
-        (64, 288, 32, "zeros", torch.bfloat16),
+        (24576, 512, 32, "zeros", torch.bfloat16),
+        (24576, 640, 32, "zeros", torch.bfloat16),
     ],
 )
 def test_elements_in_pairs_have_the_same_products(features, depth, width, codes, dtype):
-    """Chunks of 256 features: whole ones, a half at the end, one alone, fewer than warp groups."""
+    """Chunks of 256 features: whole ones, a half at the end, as many as warp groups, fewer."""
     weight = Int4DeviceWeight.of(four_bits(features, depth, width, dtype, codes=codes), dtype=dtype)
     assert weight.panels.paired is dtype
     require_bits_of_the_elements(weight, dtype, configs=INT4_CONFIGS[:1])

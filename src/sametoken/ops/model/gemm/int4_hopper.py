@@ -10,7 +10,7 @@ from torch import Tensor
 from sametoken.ops.hopper import MULTIPROCESSORS, SHARED_MEMORY, is_hopper
 from sametoken.ops.hopper_layouts import boxes
 from sametoken.ops.launch_sizes import cdiv
-from sametoken.ops.model.gemm.int4_hopper_kernels import WORDS, turns_kernel
+from sametoken.ops.model.gemm.int4_hopper_kernels import GROUPS, WORDS, turns_kernel
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.gemm.triton import output_of
 from sametoken.ops.model.gemm.tuning import Epilogue
@@ -27,11 +27,15 @@ _OTHER_BYTES = 4096
 
 
 def serves(panels: Int4Panels) -> bool:
-    """Whether these kernels take products with the matrix; TMA needs rows of 16 bytes."""
+    """Whether these kernels take products with the matrix; TMA needs rows of 16 bytes.
+
+    A warp group has a chunk of every tile, as it looks no further than the next one for scales.
+    """
     return (
         panels.paired is not None
         and panels.width >= 32
         and panels.in_features % 8 == 0
+        and _chunks(panels) >= GROUPS.value
         and is_hopper(panels.words.device)
     )
 
@@ -48,6 +52,7 @@ def product(
     """
     assert x.is_contiguous()
     assert x.dtype == panels.paired
+    assert _chunks(panels) >= GROUPS.value
     rows, in_features = x.shape
     assert in_features == panels.in_features
     out = output_of(x, panels.out_features, epilogue, x.dtype)
@@ -55,9 +60,8 @@ def product(
     if not rows:
         return out
     tile = next((size for size in _ROWS if rows <= size), _ROWS[-1])
-    row_tiles, num_words = cdiv(rows, tile), panels.words.shape[1]
+    row_tiles = cdiv(rows, tile)
     num_tiles = row_tiles * cdiv(out_features, 32 if gated else 64)
-    slot_bytes = 32 * WORDS.value * 8 + tile * WORDS.value * 16
     turns_kernel[(min(num_tiles, MULTIPROCESSORS),)](
         boxes(x, tile),
         boxes(panels.words, 32),
@@ -68,15 +72,25 @@ def product(
         rows,
         row_tiles,
         num_tiles,
-        cdiv(num_words, WORDS.value),
-        num_words // 16,
+        _chunks(panels),
+        panels.words.shape[1] // 16,
         out_features,
         GATED=gated,
         IN_BLOCK=128 // panels.width,
         ROWS=tile,
-        SLOTS=min(8, (SHARED_MEMORY - _OTHER_BYTES - 256 * tile) // slot_bytes),
+        SLOTS=_slots(tile),
         num_warps=4,
         maxnreg=128,
         **pdl_options(x),
     )
     return out
+
+
+def _chunks(panels: Int4Panels) -> int:
+    return cdiv(panels.words.shape[1], WORDS.value)
+
+
+def _slots(tile: int) -> int:
+    """As many as shared memory has room for, beside sums; more than 8 are of no use."""
+    slot = 32 * WORDS.value * 8 + tile * WORDS.value * 16
+    return min(8, (SHARED_MEMORY - _OTHER_BYTES - 256 * tile) // slot)

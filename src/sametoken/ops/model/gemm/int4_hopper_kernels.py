@@ -6,7 +6,8 @@ products of the others run, takes over the sums through shared memory, adds its 
 the sums on. So a row's products are added in order, and three groups make elements.
 
 A group looks for its next chunk after its turn, when all chunks before the turn were read. There
-are as many slots as groups at least, so none that it waits for is a round behind.
+are as many slots as groups at least, so none that it waits for is a round behind. A tile has as
+many chunks: a group whose next chunk is in another tile takes the scales of the tile that follows.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-untyped-defs=false
@@ -285,7 +286,7 @@ def turns_kernel(
     rows,
     row_tiles,
     num_tiles,  # of features and rows
-    chunks,
+    chunks,  # at least GROUPS
     blocks,
     out_features,
     GATED: gl.constexpr,

@@ -1,6 +1,7 @@
-"""Products with 4-bit weights on Hopper: what they serve, and what the compiler makes of them.
+"""Products with 4-bit weights on Hopper: what they serve and compute, and how they are compiled.
 
-Their bits are compared on a chip, in tests/gpu/test_quantized_gpu.py.
+Their bits are compared in Python here (``gluon_interpreter``), and with those of other kernels on a
+chip, in tests/gpu/test_quantized_gpu.py.
 """
 
 from __future__ import annotations
@@ -11,8 +12,14 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches, unused_barriers
+from helpers.exact_products import assert_gated, assert_rounded
+from helpers.gluon_interpreter import interpreted
 from sametoken.ops.model.gemm import int4_hopper
+from sametoken.ops.model.gemm.int4 import elements, packed_int4
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
+from sametoken.ops.weight import Int4Matrix
+
+DTYPES = [torch.bfloat16, torch.float16]
 
 
 def in_pairs(features: int, depth: int, width: int) -> Int4Panels:
@@ -26,11 +33,113 @@ def in_pairs(features: int, depth: int, width: int) -> Int4Panels:
 @pytest.mark.parametrize("on_hopper", [True, False])
 def test_pairs_in_groups_of_32_and_more_are_served_on_hopper(monkeypatch, on_hopper):
     monkeypatch.setattr(int4_hopper, "is_hopper", lambda device: on_hopper)
-    assert int4_hopper.serves(in_pairs(70, 288, 32)) is on_hopper
-    assert int4_hopper.serves(in_pairs(70, 384, 128)) is on_hopper
-    assert not int4_hopper.serves(in_pairs(70, 384, 16))
-    assert not int4_hopper.serves(replace(in_pairs(70, 384, 32), in_features=380))
-    assert not int4_hopper.serves(replace(in_pairs(70, 384, 32), paired=None))
+    assert int4_hopper.serves(in_pairs(70, 544, 32)) is on_hopper
+    assert int4_hopper.serves(in_pairs(70, 640, 128)) is on_hopper
+    assert not int4_hopper.serves(in_pairs(70, 512, 32))
+    assert not int4_hopper.serves(in_pairs(70, 640, 16))
+    assert not int4_hopper.serves(replace(in_pairs(70, 640, 32), in_features=636))
+    assert not int4_hopper.serves(replace(in_pairs(70, 640, 32), paired=None))
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Two programs with three slots each, so both are used again; no result is there before."""
+    monkeypatch.setattr(int4_hopper, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(int4_hopper, "_slots", lambda tile: 3)
+    output_of = int4_hopper.output_of
+    monkeypatch.setattr(int4_hopper, "output_of", lambda *given: output_of(*given).fill_(torch.nan))
+
+
+def drawn(dtype, width, features=140, depth=1152, zeros=True, least=0):
+    """A matrix as the kernels read it, and its elements.
+
+    Args:
+        zeros: whether groups have zeros of their own.
+        least: the power of 2 of the smallest scales.
+    """
+    generator = torch.Generator().manual_seed(width)
+    groups = features, depth // width
+    codes = torch.randint(0, 16, (features, depth), generator=generator, dtype=torch.uint8)
+    # GPTQ has zeros of 16.
+    zero = torch.randint(0, 17, groups, generator=generator, dtype=torch.uint8)
+    powers = torch.randint(least, 1, groups, generator=generator)
+    scale = ((torch.rand(groups, generator=generator) + 0.5) * 2.0**powers / 64).to(dtype)
+    zero = zero if zeros else torch.full_like(zero, 8)
+    matrix = Int4Matrix(packed_int4(codes, width), scale, zero)
+    panels = Int4Panels.of(matrix, dtype)
+    assert (panels.paired, panels.offsets is not None) == (dtype, zeros)
+    return panels, elements(matrix, dtype)
+
+
+def rows_of(dtype, rows, depth=1152):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, depth, generator=generator).to(dtype)
+
+
+def computed(x, panels, epilogue="none", bias=None, seed=0):
+    with interpreted(seed):
+        return int4_hopper.product(x, panels, epilogue, bias)
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, -127), (torch.float16, -18)])
+def test_elements_are_rounded_once(dtype, least, width, zeros, few):
+    """Subnormal ones too. Rows of a unit matrix give each element alone."""
+    panels, expected = drawn(dtype, width, 70, 640, zeros, least)
+    smallest = torch.finfo(dtype).smallest_normal
+    assert ((expected != 0) & (expected.abs() < smallest)).any()
+    assert torch.equal(computed(torch.eye(640, dtype=dtype), panels).T, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "depth"), [(32, 1184), (64, 1152), (128, 640)])
+def test_all_tiles_give_the_exact_product_with_the_same_bits(dtype, width, depth, few, monkeypatch):
+    """Also where a chunk has one block, and a block not all of its groups."""
+    panels, matrix = drawn(dtype, width, depth=depth)
+    x, bias = rows_of(dtype, 21, depth), rows_of(dtype, 1, len(matrix))[0]
+    first = computed(x, panels, "bias", bias)
+    assert_rounded(first, x.double(), matrix.double(), bias)
+    for seed, tile in enumerate((8, 16, 64)):
+        monkeypatch.setattr(int4_hopper, "_ROWS", (tile,))
+        assert torch.equal(computed(x, panels, "bias", bias, seed), first), tile
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zeros", [True, False])
+def test_gated_products_are_made_of_plain_ones(dtype, zeros, few, monkeypatch):
+    panels, matrix = drawn(dtype, 64, 2 * 72, zeros=zeros)
+    x = rows_of(dtype, 21)
+    plain, first = computed(x, panels), computed(x, panels, "silu_mul")
+    assert_rounded(plain, x.double(), matrix.double())
+    assert_gated(first, plain)
+    for seed, tile in enumerate((8, 16, 64)):
+        monkeypatch.setattr(int4_hopper, "_ROWS", (tile,))
+        assert torch.equal(computed(x, panels, "silu_mul", seed=seed), first), tile
+
+
+@pytest.mark.parametrize(
+    ("dtype", "epilogue"), [(torch.bfloat16, "none"), (torch.float16, "silu_mul")]
+)
+def test_a_row_has_the_same_bits_in_any_batch(dtype, epilogue, few):
+    """One row alone, tiles that are full or not, and rows that two tiles have."""
+    panels, _ = drawn(dtype, 32, 80, 544)
+    x = rows_of(dtype, 70, 544)
+    whole = computed(x, panels, epilogue)
+    assert not whole.isnan().any()
+    for begin, end in ((0, 1), (69, 70), (5, 13), (20, 36), (40, 70), (1, 66)):
+        part = computed(x[begin:end].clone(), panels, epilogue, seed=begin)
+        assert torch.equal(part, whole[begin:end])
+
+
+@pytest.mark.parametrize("depth", [640, 1280])
+def test_warp_groups_take_any_turns(depth, few):
+    """With as many chunks as groups, and with more."""
+    panels, _ = drawn(torch.bfloat16, 128, depth=depth)
+    x = rows_of(torch.bfloat16, 13, depth)
+    first = computed(x, panels)
+    for seed in range(1, 7):
+        assert torch.equal(computed(x, panels, seed=seed), first)
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,20 @@
-"""Products of few rows on Hopper: which they are, and what the compiler makes of them.
+"""Products of few rows on Hopper: which they are, what they compute, how they are compiled.
 
-Their bits are compared on a chip, in tests/gpu/test_gemm_gpu.py and test_quantized_gpu.py.
+Their bits are compared in Python here (``gluon_interpreter``), and with those of other kernels on a
+chip, in tests/gpu/test_gemm_gpu.py and test_quantized_gpu.py.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 import torch
 
 from helpers.compiled import compile_launches, unused_barriers
+from helpers.exact_products import assert_gated, assert_rounded
+from helpers.gluon_interpreter import interpreted
 from sametoken.ops.hopper import MULTIPROCESSORS
 from sametoken.ops.hopper_layouts import VIEWS_REACH_FURTHER
 from sametoken.ops.launch_sizes import cdiv
@@ -21,6 +27,7 @@ from sametoken.ops.model.gemm.tuning import (
     ROW_BUCKETS,
     GemmShape,
     GemmTable,
+    StreamedConfig,
     streamed_config,
 )
 from sametoken.ops.triton import DeviceWeight
@@ -107,6 +114,132 @@ def test_tiles_of_many_rows_fit(launched):
     for rows in (65, 128):
         launch(streamed_config(GATED, rows, 2), GATED, rows, torch.bfloat16)
         assert launched.pop()[2]["SLOTS"] >= 2
+
+
+E4M3 = torch.float8_e4m3fn
+#: Tiles of plain products, and of gated ones, whose results are no other.
+TILES = [
+    StreamedConfig(64, 64, 2),
+    *(StreamedConfig(*sizes) for sizes in product((8, 32), (16, 32, 48, 64), (1, 2), (1, 2, 3))),
+    StreamedConfig(16, 32, 4),
+]
+GATED_TILES = [
+    *(StreamedConfig(rows, 32, *sizes) for rows, *sizes in product((8, 32), (1, 2), (1, 2, 3))),
+    StreamedConfig(128, 32, 1, 3),
+]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Of a product; ``bias`` is added if the epilogue says so, ``scaling`` is that of float8."""
+
+    x: torch.Tensor
+    matrix: torch.Tensor
+    bias: torch.Tensor
+    scaling: Scaling | None = None
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, rows: int = 21, features: int = 104) -> Operands:
+        """Neither rows nor features fill tiles, and the last of five boxes of depth is short."""
+        drawn = torch.Generator().manual_seed(0)
+        depth = 2 * 264 // dtype.itemsize
+        x, matrix = (
+            (torch.randn(count, depth, generator=drawn) / 4).to(dtype) for count in (rows, features)
+        )
+        bias, scales, row_scales = (
+            torch.rand(count, generator=drawn) + 0.5 for count in (features, features, rows)
+        )
+        if dtype != E4M3:
+            return cls(x, matrix, bias.to(dtype))
+        return cls(x, matrix, bias.bfloat16(), Scaling(scales, row_scales, torch.bfloat16))
+
+    def cut(self, begin: int, end: int) -> Operands:
+        """Some rows."""
+        scaling = self.scaling and replace(self.scaling, rows=self.scaling.rows[begin:end].clone())
+        return replace(self, x=self.x[begin:end].clone(), scaling=scaling)
+
+    def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
+        x, matrix = self.x.double(), self.matrix.double()
+        if self.scaling is None:
+            return x, matrix
+        return x * self.scaling.rows.double()[:, None], matrix * self.scaling.features[:, None]
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Two programs with two slots each, so both are used again; no result is there before."""
+    monkeypatch.setattr(streamed_hopper, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(streamed_hopper, "_slots", lambda *_: 2)
+    output_of = streamed_hopper.output_of
+    monkeypatch.setattr(
+        streamed_hopper, "output_of", lambda *given: output_of(*given).fill_(torch.nan)
+    )
+
+
+def computed(config, given, epilogue="none", seed=0):
+    bias = given.bias if epilogue == "bias" else None
+    with interpreted(seed):
+        return streamed_hopper.product(config, given.x, given.matrix, epilogue, bias, given.scaling)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "epilogue", "step"),
+    [
+        (torch.bfloat16, "bias", 1), (torch.float16, "none", 5), (torch.bfloat16, "logits", 5),
+        (E4M3, "bias", 5), (E4M3, "logits", 5),
+    ],
+)  # fmt: skip
+def test_all_tiles_give_the_exact_product_with_the_same_bits(dtype, epilogue, step, few):
+    given = Operands.of(dtype)
+    first = computed(TILES[0], given, epilogue)
+    assert_rounded(first, *given.exact(), given.bias if epilogue == "bias" else None)
+    for seed, config in enumerate(TILES[1::step]):
+        assert torch.equal(computed(config, given, epilogue, seed), first), config
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, E4M3])
+def test_all_tiles_of_gated_products_give_what_is_made_of_plain_ones(dtype, few):
+    given = Operands.of(dtype, features=2 * 104)
+    first = computed(GATED_TILES[0], given, "silu_mul")
+    assert_gated(first, computed(TILES[0], given))
+    for seed, config in enumerate(GATED_TILES[1:]):
+        assert torch.equal(computed(config, given, "silu_mul", seed), first), config
+
+
+@pytest.mark.parametrize(
+    ("dtype", "epilogue", "config"),
+    [
+        (torch.bfloat16, "bias", StreamedConfig(16, 48, 2)),
+        (torch.float16, "silu_mul", StreamedConfig(16, 32, 2, 3)),
+        (E4M3, "silu_mul", StreamedConfig(8, 32, 2)),
+        (E4M3, "none", StreamedConfig(32, 64, 2, 2)),
+    ],
+)
+def test_a_row_has_the_same_bits_in_any_batch(dtype, epilogue, config, few):
+    """One row alone, tiles that are full or not, and rows that two tiles have."""
+    given = Operands.of(dtype, rows=37, features=64)
+    whole = computed(config, given, epilogue)
+    assert not whole.isnan().any()
+    for begin, end in ((0, 1), (36, 37), (5, 12), (20, 36), (1, 18), (3, 36)):
+        part = computed(config, given.cut(begin, end), epilogue, seed=begin)
+        assert torch.equal(part, whole[begin:end])
+
+
+@pytest.mark.parametrize("config", [StreamedConfig(8, 48, 2, 3), StreamedConfig(32, 16, 1, 2)])
+def test_warps_take_any_turns(config, few):
+    given = Operands.of(torch.bfloat16)
+    first = computed(config, given)
+    for seed in range(1, 7):
+        assert torch.equal(computed(config, given, seed=seed), first)
+
+
+@pytest.mark.parametrize("features", [16, 32, 48, 64])
+def test_newer_tritons_have_the_same_bits(features, few, monkeypatch):
+    """Their views stay inside: a warp group has 64 rows of shared memory for fewer weights."""
+    given, config = Operands.of(torch.bfloat16), StreamedConfig(16, features, 2, 2)
+    reaching = computed(config, given)
+    monkeypatch.setattr(streamed_hopper, "VIEWS_REACH_FURTHER", not VIEWS_REACH_FURTHER)
+    assert torch.equal(computed(config, given), reaching)
 
 
 @pytest.fixture

@@ -92,5 +92,5 @@ def _chunks(panels: Int4Panels) -> int:
 
 def _slots(tile: int) -> int:
     """As many as shared memory has room for, beside sums; more than 8 are of no use."""
-    slot = 32 * WORDS.value * 8 + tile * WORDS.value * 16
+    slot: int = 32 * WORDS.value * 8 + tile * WORDS.value * 16
     return min(8, (SHARED_MEMORY - _OTHER_BYTES - 256 * tile) // slot)

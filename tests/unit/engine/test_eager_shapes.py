@@ -24,6 +24,7 @@ from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, Sample
 from sametoken.ops.launch_sizes import ROW_MULTIPLE
 from sametoken.ops.model.attention import hopper
 from sametoken.ops.model.attention.kv import FLOAT8
+from sametoken.ops.model.latent_attention import hopper as latent_hopper
 from sametoken.ops.model.recurrent.rule import FAST_ROWS
 from sametoken.types.fast_prompts import ExpandedChunk, FastForm
 from sametoken.types.layout import StepShape, padded
@@ -205,11 +206,20 @@ def test_start_up_compiles_every_kernel_of_a_step(tmp_path, name, method, engine
     [("mtp", (64, 3, 8192, 33024), {}), (None, (1024, 0, 4096, 4096), EIGHT_HEADS)],
     ids=str,
 )
-def test_start_up_compiles_every_kernel_of_latents_in_float8(tmp_path, method, engine, changes):
+def test_start_up_compiles_every_kernel_of_latents_in_float8(
+    tmp_path, method, engine, changes, monkeypatch
+):
     """By Triton's kernels, as on other chips, which have a form for many prompts of few tokens."""
+    monkeypatch.setattr(latent_hopper, "serves", lambda *_: False)
     write_shapes(tmp_path, "glm-4.7-flash", changes)
     compiled = start_and_run(tmp_path, "glm-4.7-flash", method, engine, FLOAT8, num_steps=200)
     assert {"_sequential_kernel", "_split_kv_kernel"} <= {kernel for kernel, _ in compiled}
+
+
+def test_start_up_compiles_hopper_s_kernels_of_latents_in_float8(tmp_path):
+    write_shapes(tmp_path, "glm-4.7-flash", {})
+    compiled = start_and_run(tmp_path, "glm-4.7-flash", "mtp", (64, 3, 8192, 33024), FLOAT8)
+    assert {"pair_rows_kernel", "splits_kernel"} <= {kernel for kernel, _ in compiled}
 
 
 def start_and_run(

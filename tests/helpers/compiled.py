@@ -135,7 +135,7 @@ def orders_of_sums(cache, kernel: str) -> list[set]:
 def _orders(code: str) -> set[tuple[tuple[int, ...], ...]]:
     layouts, found = dict(_LAYOUT.findall(code)), set()
     for axis, operations, shape, layout in _REDUCED.findall(code):
-        if "arith.addf" in operations:
+        if "arith.addf" in operations or "math.fma" in operations:
             size = int(shape.split("x")[int(axis)])
             found.add(_steps(layouts[layout], int(axis), size))
     return found

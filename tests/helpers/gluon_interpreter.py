@@ -6,10 +6,11 @@ layouts of registers mean nothing, and shared memory is bytes that are NaN at fi
 
 Partitions of a program run one at a time and change turns where they wait or arrive, at random, so
 that a barrier too few shows. TMA's copies come at a random time between their start and the phase
-that they complete; what they will cover is NaN meanwhile, and no load may be in flight there, as it
-is until its value is used. Products read shared memory when they start, behind a fence, and again
-when they are waited for, when it must be what it was. A product is exact and rounded once, so forms
-that sum the same tiles in the same order have equal bits, on a chip other ones.
+that they complete, those of threads as late as they may (``gluon_copies``); what they will cover is
+NaN meanwhile, and no load may be in flight there, as it is until its value is used. Products read
+shared memory when they start, behind a fence, and again when they are waited for, when it must be
+what it was. A product is exact and rounded once, so forms that sum the same tiles in the same order
+have equal bits, on a chip other ones.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from functools import reduce as folded
 from itertools import product
+from operator import add
 from threading import get_ident
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -31,6 +34,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from helpers.gluon_blocks import Block, Dtype, Pointer, atomic_add, block, load, plain, store
+from helpers.gluon_copies import Copies
 from helpers.gluon_program import Program
 from helpers.gluon_ptx import evaluated
 from helpers.gluon_shared import (
@@ -55,6 +59,7 @@ class Interpreter:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.program: Program | None = None
+        self.copies = Copies()
         self._memories: list[Memory] = []
 
     def allocate_shared_memory(self, dtype: Dtype, shape: list[int], layout: Any) -> Any:
@@ -68,6 +73,12 @@ class Interpreter:
     def fence(self) -> None:
         for memory in self._memories:
             memory.fence()
+
+    def meet(self) -> None:
+        """A barrier of a program's threads."""
+        self.copies.meet()
+        for memory in self._memories:
+            memory.loaded.clear()
 
     def load_box(self, memory: Descriptor, at: list[Any], barrier: Barrier, into: Shared) -> None:
         data = memory.read(at)
@@ -94,6 +105,7 @@ class Interpreter:
     def stand_at(self, place: tuple[int, ...], grid: tuple[int, ...]) -> None:
         """Be a program, for functions that ask which one they are called in."""
         self._memories = []
+        self.copies.drop()
         self.program = Program(place, grid, self.random.randrange(1 << 30))
 
     def multiply(
@@ -148,9 +160,11 @@ def associative_scan(values: Block, axis: int, combine: Any) -> Block:
     return Block(values.data.cumsum(axis).to(values.data.dtype))
 
 
-def reduce(values: tuple[Block, ...], axis: int, combine: Any) -> tuple[Block, ...]:
-    assert combine(1, 2, 3, 4, 5, 6) == (5, 7, 9)
-    return tuple(Block(one.data.sum(axis).to(one.data.dtype)) for one in values)
+def reduce(values: tuple[Block, ...], axis: int, combine: Any) -> tuple[Any, ...]:
+    """Fold along the axis in its order, all places beside it at once, as Triton's interpreter."""
+    places = zip(*(one.data.unbind(axis) for one in values), strict=True)
+    blocks = (tuple(map(Block, one)) for one in places)
+    return folded(lambda before, one: combine(*before, *one), blocks)
 
 
 def extreme(values: Block, axis: int, sign: int) -> Block:
@@ -164,14 +178,15 @@ def extreme(values: Block, axis: int, sign: int) -> Block:
 
 
 def total(values: Block, axis: int) -> Block:
-    """A sum; over the rows of a warp group's products in the order of a chip.
+    """A sum as of ``reduce``; over the rows of a warp group's products in the order of a chip.
 
     It adds rows of a thread, of a warp, then of the group: bits 3, 2, 1, 0, 5 and 4 of the row.
     """
     data = values.data
-    if not data.is_floating_point() or axis or data.shape[0] != 64:
-        exact = data.double() if data.is_floating_point() else data
-        return Block(exact.sum(axis).to(data.dtype))
+    if not data.is_floating_point():
+        return Block(data.sum(axis).to(data.dtype))
+    if axis or data.shape[0] != 64:
+        return Block(folded(add, data.unbind(axis)))
     data = data.reshape(2, 2, 2, 2, 2, 2, *data.shape[1:])
     for bit in (2, 2, 2, 2, 0, 0):
         data = data.select(bit, 0) + data.select(bit, 1)
@@ -228,6 +243,9 @@ def language(interpreter: Interpreter) -> SimpleNamespace:
         broadcast=lambda *values: [
             *map(Block, torch.broadcast_tensors(*(one.data for one in values)))],
         inline_asm_elementwise=lambda code, constraints, words, **_: evaluated(code, words),
+        reshape=lambda values, shape: values.reshape(shape),
+        permute=lambda values, order: values.permute(order),
+        thread_barrier=interpreter.meet,
         convert_layout=lambda values, layout, **_: values,
         exp=_in_double(torch.exp), exp2=_in_double(torch.exp2),
         max=lambda values, axis: extreme(values, axis, -1),
@@ -286,11 +304,17 @@ def interpreted(seed: int = 0, *, also: ModuleType | None = None) -> Iterator[In
         expect=lambda barrier, num_bytes: barrier.arrive(1, int(num_bytes)),
         arrive=interpreter.arrive,
     )  # fmt: skip
+
+    copies = SimpleNamespace(
+        async_copy_global_to_shared=interpreter.copies.begin,
+        commit_group=interpreter.copies.commit, wait_group=interpreter.copies.wait,
+    )  # fmt: skip
     stand_ins = {
         "gl": gluon, "tl": gluon, "mbarrier": barriers, "load_box": interpreter.load_box,
+        "async_copy": copies,
         "cuda": SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None),
         "warpgroup_mma": interpreter.multiply, "warpgroup_mma_wait": interpreter.end_products,
-        "fence_async_shared": interpreter.fence, "barrier": lambda: None,
+        "fence_async_shared": interpreter.fence, "barrier": interpreter.meet,
     }  # fmt: skip
     before: list[tuple[Any, str, Any]] = []
     try:

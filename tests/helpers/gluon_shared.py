@@ -44,16 +44,29 @@ class Memory:
     Attributes:
         unfenced: what a partition, by its thread, has stored and no fence has followed.
         copied: what TMA's copies cover, in the order in which they begin.
+        loaded: what was loaded since threads met at a barrier.
+        awaited: what copies of threads will cover.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.bytes = torch.full((num_bytes,), 255, dtype=torch.uint8)
         self.unfenced: dict[int, list[range]] = {}
         self.copied: list[range] = []
+        self.loaded: set[range] = set()
+        self.awaited: list[range] = []
 
     def fence(self) -> None:
         """What this partition has stored may be read by products."""
         self.unfenced.pop(get_ident(), None)
+
+    def require_free(self, wanted: range) -> None:
+        """For a copy: no copy is on its way there, and no thread may still load from there."""
+        assert all(_apart(one, wanted) for one in self.awaited), "two copies to one place"
+        assert all(_apart(one, wanted) for one in self.loaded), "a copy to what may still be read"
+
+
+def _apart(a: range, b: range) -> bool:
+    return a.stop <= b.start or b.stop <= a.start
 
 
 class Loaded(Block):
@@ -115,6 +128,7 @@ class Shared:
         return replace(found, reaches=found.extent.stop > self.extent.stop)
 
     def load(self, layout: Any = None) -> Block:
+        self.memory.loaded.add(self.extent)
         return Loaded(self.memory, self.extent, self.read())
 
     def copy(self, value: torch.Tensor | None) -> None:
@@ -159,10 +173,6 @@ class Shared:
         assert len(self.shape) == 2 or columns == line, "index a tile before it is read"
         bits = self.memory.bytes[own.start : own.stop].view(_BITS[size])
         return bits.view(columns // line, rows, line).transpose(0, 1)
-
-
-def _apart(a: range, b: range) -> bool:
-    return a.stop <= b.start or b.stop <= a.start
 
 
 def line_bytes(layout: Any) -> int:

@@ -20,6 +20,7 @@ _patch_tensor = interpreter._patch_lang_tensor
 _broadcast = TritonSemantic.broadcast_impl_value
 _cast = TritonSemantic.cast
 _dot = interpreter.InterpreterBuilder.create_dot
+_fma = interpreter.InterpreterBuilder.create_fma
 _unwrap = language.core._unwrap_if_constexpr
 _operands = TritonSemantic.binary_op_type_checking_impl
 _make_block_type = language.block_type.__init__
@@ -39,6 +40,7 @@ def install() -> None:
     interpreter.TensorHandle.__init__ = _make_handle
     interpreter.ReduceOps.generic_reduce = _reduce_slices
     interpreter.InterpreterBuilder.create_dot = _dot_rounded_once
+    interpreter.InterpreterBuilder.create_fma = _fma_rounded_once
     TritonSemantic.cast = _cast_other_types
     TritonSemantic.broadcast_impl_value = _broadcast_other_shapes
     TritonSemantic.binary_op_type_checking_impl = _operands_of_one_type
@@ -348,6 +350,14 @@ def _dot_rounded_once(self, a, b, d, *how):
         return _dot(self, a, b, d, *how)
     left, right = (_widened(one) for one in (a, b))
     return interpreter.TensorHandle((left @ right).astype(np.float32) + d.data, language.float32)
+
+
+def _fma_rounded_once(self, a, b, c):
+    """As on a GPU, where a kernel says which sums round a product."""
+    if c.dtype.scalar != language.float32:
+        return _fma(self, a, b, c)
+    found = a.data.astype(np.float64) * b.data + c.data
+    return interpreter.TensorHandle(found.astype(np.float32), language.float32)
 
 
 def _widened(matrix):

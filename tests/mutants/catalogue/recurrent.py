@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 
 from mutants.catalogue.planting import instead_of, mutant
 from mutants.catalogue.shared_tests import NEMOTRON
+from sametoken.ops.model.gated_delta_rule import hopper_kernels as gated_delta_rule
+from sametoken.ops.model.mamba2 import hopper_kernels as mamba2
 from sametoken.ops.model.recurrent.layout import SlotRows
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.model.recurrent.rule import Folded
@@ -26,6 +29,10 @@ SLOT_REUSE = (
     "tests/e2e/test_recurrent_slots.py::test_a_slot_s_next_request_sees_nothing_of_the_last"
 )
 KEPT_STATE = "tests/e2e/test_kept_states.py::test_a_chat_goes_on_from_its_last_answer[right]"
+WALK = (
+    "tests/unit/ops/model/recurrent/test_hopper.py"
+    "::test_runs_of_any_length_have_the_bits_of_the_triton_form"
+)
 NEMOTRON_KEPT = f"{NEMOTRON}_a_kept_state_serves_the_next_turn"
 
 
@@ -66,6 +73,24 @@ def rejected_drafts_are_folded(patch: pytest.MonkeyPatch) -> None:
         return replace(part, num_folded=pending, num_lasting=part.num_lasting + more)
 
     with_parts(patch, change)
+
+
+@mutant(
+    "gated-delta-walk-folds-drafts", "vllm#39273", f"{WALK}[gated delta-0]", "tokens",
+    kernels=gated_delta_rule,
+)  # fmt: skip
+@mutant(
+    "mamba-2-walk-folds-drafts", "vllm#39273", f"{WALK}[mamba2-0]", "tokens", kernels=mamba2
+)  # fmt: skip
+def a_walk_on_hopper_folds_drafts(patch: pytest.MonkeyPatch, kernels: ModuleType) -> None:
+    """States are stored after all rows, as if every draft had been accepted."""
+    facts_of = kernels.facts_of.fn
+
+    def mutant(field):
+        *facts, (num_folded, _, total) = facts_of(field)
+        return *facts, (num_folded, total, total)
+
+    patch.setattr(kernels, "facts_of", mutant)
 
 
 @mutant("recurrent-state-of-a-former-request", "the law: recurrent state", SLOT_REUSE, "tokens")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -194,3 +195,73 @@ def test_bits_are_chosen_by_a_table():
     assert int(evaluated(code, words).data) == ((a & b | c) & ~0xFF00FF00) >> 4
     # A lone bit 31 is no sign.
     assert int(evaluated("shr.b32 $0, $1, 31;", words).data) == 1
+
+
+@gluon.jit
+def _copied_kernel(x, out, fault: gl.constexpr):
+    """Copy tiles of a column ahead of their use, in two of a ring's three places."""
+    ring = gl.allocate_shared_memory(gl.float32, [3, ROWS, 1], None)
+    at = gl.arange(0, ROWS, layout=None)[:, None]
+    for tile in gl.static_range(2):
+        async_copy.async_copy_global_to_shared(ring.index(tile), x + tile * ROWS + at)
+        async_copy.commit_group()
+    for tile in range(TILES):
+        async_copy.wait_group(2 if fault == "waits for too few" else 1)
+        if fault != "no barrier":
+            gl.thread_barrier()
+        next_tile = tile + (0 if fault == "too early" else 2)
+        held = ring.index(tile % 3).load(None)
+        exists = (at < ROWS) & (next_tile < (3 if fault == "masked" else TILES))
+        ahead = x + next_tile * ROWS + at
+        async_copy.async_copy_global_to_shared(ring.index(next_tile % 3), ahead, mask=exists)
+        async_copy.commit_group()
+        gl.store(out + tile * ROWS + at, held)
+
+
+def copied(fault: str) -> bool:
+    """Whether the kernel copies."""
+    x = torch.randn(TILES * ROWS, generator=torch.Generator().manual_seed(0))
+    out = torch.zeros_like(x)
+    with interpreted(also=sys.modules[__name__]):
+        _copied_kernel[(1,)](x, out, fault=fault)
+    return torch.equal(out, x)
+
+
+@pytest.mark.parametrize("fault", ["waits for too few", "masked"])
+def test_what_has_not_been_copied_yet_or_at_all_is_nan(fault):
+    assert copied("")
+    assert not copied(fault)
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [("too early", "what may still be read"), ("no barrier", "two copies to one place")],
+)
+def test_a_copy_that_threads_may_not_begin_yet_is_found(fault, what):
+    with pytest.raises(AssertionError, match=what):
+        copied(fault)
+
+
+@gluon.jit
+def _follow(a, b, c, d):
+    return a + c, d
+
+
+@gluon.jit
+def _sums_kernel(x, out):
+    row = gl.arange(0, ROWS, layout=None)
+    values = gl.load(x + row[:, None] * 4 + gl.arange(0, 4, layout=None)[None, :])
+    total, last = gl.reduce((values, values), 1, _follow)
+    gl.store(out + row, total)
+    gl.store(out + ROWS + row, gl.sum(values, 1))
+    gl.store(out + 2 * ROWS + row, last)
+
+
+def test_sums_are_folds_in_order():
+    """Of sums in fp32, and of any other combination."""
+    x, out = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(3, ROWS)
+    with interpreted(also=sys.modules[__name__]):
+        _sums_kernel[(1,)](x, out)
+    folded = x[:, 0] + x[:, 1] + x[:, 2] + x[:, 3]
+    assert torch.equal(out, torch.stack((folded, folded, x[:, 3])))
+    assert not torch.equal(folded, x.double().sum(1).float())

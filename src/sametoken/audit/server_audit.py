@@ -93,7 +93,8 @@ def audit_sides(
     found, found_again = subject.answer(requests), subject.answer(requests)
     counted = _counted(before, subject.counters())
     runs = ((baseline, expected), (baseline, again), (subject, found), (subject, found_again))
-    by_id = all(_has_ids(answers) for _, answers in runs)
+    said = (answer for _, answers in runs for answer in answers.values())
+    by_id = all(isinstance(token, int) for answer in said for token in answer.tokens)
     expected, again, found, found_again = (
         _as_texts(answers, side.text_of, tokens=not by_id) for side, answers in runs
     )
@@ -206,10 +207,6 @@ def logit_step(answers: Answers) -> float:
             # The tolerance with which gaps are measured.
             return step * (1 + 1 / 64)
     return 0.0
-
-
-def _has_ids(answers: Answers) -> bool:
-    return all(isinstance(token, int) for answer in answers.values() for token in answer.tokens)
 
 
 def _as_texts(answers: Answers, text_of: Callable[[int], str], *, tokens: bool) -> Answers:

@@ -108,7 +108,8 @@ def compare_runs(sources: Sequence[Path], labels: Sequence[str] = ()) -> dict[st
         raise ConfigError("two runs have the same label", "give different ones")
     runs, cells, failures = [], [], []
     for name, source in zip(names, sources, strict=True):
-        documents = _documents(source)
+        files = sorted(source.glob("*.json")) if source.is_dir() else [source]
+        documents = [read_json(file) for file in files]
         done = [document for document in documents if "results" in document]
         failed = [document for document in documents if "error" in document]
         try:
@@ -140,12 +141,6 @@ def compare_runs(sources: Sequence[Path], labels: Sequence[str] = ()) -> dict[st
 def _name(source: Path) -> str:
     # "." has no name of its own, and a dot in a directory's name begins no ending.
     return source.resolve().name if source.is_dir() else source.stem
-
-
-def _documents(source: Path) -> list[dict[str, Any]]:
-    if not source.is_dir():
-        return [read_json(source)]
-    return [read_json(path) for path in sorted(source.glob("*.json"))]
 
 
 def _failure(run: str, document: Mapping[str, Any], engines: EngineNames) -> dict[str, str]:

@@ -205,7 +205,9 @@ def measure(
     while waiting or running:
         while waiting and len(running) < concurrency:
             request = waiting.popleft()
-            running[request.request_id] = record = _record(request, clock())
+            prompt_len = len(request.prompt_token_ids)
+            record = RequestRecord(prompt_len, request.max_total_tokens - prompt_len, clock())
+            running[request.request_id] = record
             if len(run.requests) < num_traced:
                 record.trace = Trace(request.request_id)
             run.requests.append(record)
@@ -222,11 +224,6 @@ def measure(
     while engine.has_unfinished:
         engine.step()
     return run
-
-
-def _record(request: EngineRequest, now: float) -> RequestRecord:
-    prompt_len = len(request.prompt_token_ids)
-    return RequestRecord(prompt_len, request.max_total_tokens - prompt_len, now)
 
 
 def _record_step(

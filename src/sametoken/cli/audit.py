@@ -236,6 +236,7 @@ def audit(
 
     Exits with 0 only if everything is identical, with 1 if anything differs.
     """
+    from sametoken.audit.trainer_verdict import html_of_trainer, lines_of_trainer
     from sametoken.audit.verdict import html_of, lines_of
 
     if html is not None:
@@ -246,7 +247,8 @@ def audit(
         _refuse_unread(context, _NOT_OF_TRAINERS, "is of no use with --trainer", "leave it out")
         config, limit = _config(model, options), of_prompts["limit"]
         of_rollouts = _audit_trainer(config, **of_trainer, limit=limit, concurrency=concurrency)
-        _report_trainer(of_rollouts, html, as_json=json_output)
+        lines = lines_of_trainer(of_rollouts)
+        _report(of_rollouts, lines, html_of_trainer, html, json_output)
     _refuse_unread(context, ("checkpoint",), "is of use with --trainer alone", "give --trainer")
     if servers.url is None:
         of_servers = ("baseline_url", "served_model", "api_key")
@@ -289,12 +291,6 @@ def _report(
     if html is not None:
         write_text(html, page_of(verdict))
     raise typer.Exit(0 if verdict.identical else DIFFERENT)
-
-
-def _report_trainer(verdict: TrainerVerdict, html: Path | None, *, as_json: bool) -> NoReturn:
-    from sametoken.audit.trainer_verdict import html_of_trainer, lines_of_trainer
-
-    _report(verdict, lines_of_trainer(verdict), html_of_trainer, html, as_json)
 
 
 def _audit_trainer(

@@ -152,7 +152,8 @@ def demo(
     from sametoken.cli.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
-    scenes = scenes_here()
+    # The hybrid model ships only with the repository.
+    scenes = (*SCENES, HYBRID_SCENE) if in_checkout(HYBRID_NAME) else SCENES
     plain, drafting = _loaded(scenes, status_console().print)
     console.print(
         f"Greedy, {max_tokens} tokens each; SmolLM2's end-of-text token is ignored. "
@@ -164,11 +165,6 @@ def demo(
     console.print(comparison_table(comparisons))
     if any(comparison.first_difference is not None for comparison in comparisons):
         raise typer.Exit(AUDIT_FAILED)
-
-
-def scenes_here() -> tuple[Scene, ...]:
-    """Return the available scenes; the hybrid model ships only with the repository."""
-    return (*SCENES, HYBRID_SCENE) if in_checkout(HYBRID_NAME) else SCENES
 
 
 def _loaded(

@@ -19,7 +19,7 @@ from sametoken.errors import ConfigError
 from sametoken.types.lora_modules import require_adapter
 
 if TYPE_CHECKING:
-    from sametoken.bench.accuracy import EvalSettings, Evaluation
+    from sametoken.bench.accuracy import EvalSettings
     from sametoken.llm import LLM
 
 BELOW = 1
@@ -119,7 +119,9 @@ def _found(
     unscored = [name for name in tasks["tasks"] if name not in scores]
     differ = None
     if compare_plain:
-        differ = _differ(evaluation, run(llm, load_tasks(settings), settings, plain=True))
+        plain = run(llm, load_tasks(settings), settings, plain=True)
+        pairs = zip(evaluation.answers, plain.answers, strict=True)
+        differ = sum(one != other for one, other in pairs)
     # A check of nothing fails, and so does a score that is not finite.
     high = min_score is None or (
         bool(scores)
@@ -154,12 +156,6 @@ def _found(
 def _finite(score: float) -> float | None:
     """The score; None for one that is not finite, which JSON has not."""
     return score if math.isfinite(score) else None
-
-
-def _differ(evaluation: Evaluation, plain: Evaluation) -> int:
-    """Count the answers that differ between two evaluations of the same questions."""
-    pairs = zip(evaluation.answers, plain.answers, strict=True)
-    return sum(one != other for one, other in pairs)
 
 
 def _lines(found: Mapping[str, Any]) -> list[str]:

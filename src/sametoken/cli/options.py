@@ -110,6 +110,7 @@ def options_of(
         if field.name in leave_out:
             continue
         kind, default = hints[field.name], defaults.get(field.name, field.default)
+        choices = field.metadata["choices"]
         if kind == (SpeculativeConfig | None):
             kind = str | None
         if kind in (tuple[str, ...], tuple[LoRAModule, ...]):
@@ -118,7 +119,7 @@ def options_of(
             _parameter(
                 *(field.name, kind, default, field.metadata["help"]),
                 *field.metadata["spellings"],
-                metavar=_metavar(field.metadata["choices"]),
+                metavar=f"[{'|'.join(choices)}]" if choices else None,
                 rich_help_panel=_panel(config),
             )
         )
@@ -183,10 +184,6 @@ def _integer(given: str | int) -> int:
         return parse_integer(given)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-
-
-def _metavar(choices: Sequence[str]) -> str | None:
-    return f"[{'|'.join(choices)}]" if choices else None
 
 
 def _panel(config: type[Any]) -> str:

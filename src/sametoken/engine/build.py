@@ -201,7 +201,9 @@ def _assemble(loaded: Loaded, ranks: Ranks, announce: Callable[[str], None]) -> 
         step=step,
         processing=processing,
         launcher=launcher,
-        swap=_swap_store(loaded, caches),
+        swap=SwapStore(
+            caches, loaded.swap.num_host_blocks, loaded.swap.limit, pinned=device.type == "cuda"
+        ),
         kept_states=KeptStates(caches, memory.num_kept_states),
         stream=ranks.stream(device, steps),
         ring=ring,
@@ -209,11 +211,6 @@ def _assemble(loaded: Loaded, ranks: Ranks, announce: Callable[[str], None]) -> 
         experts=experts,
         adapters=adapters,
     )
-
-
-def _swap_store(loaded: Loaded, caches: tuple[ModelCache, ...]) -> SwapStore:
-    swap, on_gpu = loaded.swap, loaded.resolved.device.type == "cuda"
-    return SwapStore(caches, swap.num_host_blocks, swap.limit, pinned=on_gpu)
 
 
 def _swap_file(loaded: Loaded, runner: StepRunner) -> BlockFile:

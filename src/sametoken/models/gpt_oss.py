@@ -142,9 +142,9 @@ def _stacked_matrices(
     down = weights.packed_stack(count, size, down_part, transposed=True)
     gate_up_bias = Part(f"{prefix}.gate_up_proj_bias", count, split=Split.COLUMNS)
     down_bias = weights.tensor(Part(f"{prefix}.down_proj_bias", count), (hidden,))
-    return _Matrices(
-        gate_up, down, _separated(weights.tensor(gate_up_bias, (2 * size,))), down_bias
-    )
+    in_turn = weights.tensor(gate_up_bias, (2 * size,))
+    separated = torch.cat((in_turn[:, ::2], in_turn[:, 1::2]), dim=1)
+    return _Matrices(gate_up, down, separated, down_bias)
 
 
 def _separate_matrices(
@@ -166,8 +166,3 @@ def _separate_matrices(
         torch.cat((torch.stack(gates), torch.stack(ups)), dim=1),
         torch.stack(downs),
     )
-
-
-def _separated(rows: Tensor) -> Tensor:
-    """[E, 2I] with gate and up in turn to [gate | up]."""
-    return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)

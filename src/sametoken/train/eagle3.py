@@ -17,7 +17,7 @@ from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.ops.backend import RotaryTable
 from sametoken.train.batches import DraftRows, padded_length
-from sametoken.train.compute import Compute, generator_of
+from sametoken.train.compute import generator_of
 from sametoken.train.distillation import (
     DrafterResult,
     Material,
@@ -182,9 +182,17 @@ def train_eagle3(
         announce(f"{token_ids.shape[0]} draft tokens cover {100 * covered:.2f} % of the answers")
         network = _network(target, layer, token_ids, head, loop)
         _set_state_scale(network, material)
-        layout = _layout(layer, token_ids, layers, head, model.name)
+        layout = HeadLayout(
+            layer=layer,
+            draft_vocab_size=token_ids.shape[0],
+            aux_layers=layers,
+            norm_before_residual=head.norm_before_residual,
+            num_speculative_tokens=_SERVED_DRAFTS,
+            verifier=model.name,
+        )
+        unroll = Unroll(head.ttt_steps, head.step_loss_decay)
         ready = Run(
-            objective=_objective(network, target, token_ids, head, compute),
+            objective=HeadObjective(network, target, token_ids, unroll, compute),
             material=material,
             settings=settings,
             k=head.ttt_steps,
@@ -208,34 +216,6 @@ def open_for_head(
     layers, layer = head.layer_ids(files.config.num_layers), _layer_config(files.config, head)
     require_layers(layers, files.config)
     return files, layers, layer
-
-
-def _layout(
-    layer: ModelConfig,
-    token_ids: Tensor,
-    aux_layers: tuple[int, ...],
-    head: Eagle3Options,
-    verifier: str,
-) -> HeadLayout:
-    return HeadLayout(
-        layer=layer,
-        draft_vocab_size=token_ids.shape[0],
-        aux_layers=aux_layers,
-        norm_before_residual=head.norm_before_residual,
-        num_speculative_tokens=_SERVED_DRAFTS,
-        verifier=verifier,
-    )
-
-
-def _objective(
-    network: Eagle3Network,
-    target: FrozenTarget,
-    token_ids: Tensor,
-    head: Eagle3Options,
-    compute: Compute,
-) -> HeadObjective:
-    unroll = Unroll(head.ttt_steps, head.step_loss_decay)
-    return HeadObjective(network, target, token_ids, unroll, compute)
 
 
 def _write(network: Eagle3Network, token_ids: Tensor, layout: HeadLayout, output: Path) -> None:

@@ -51,21 +51,33 @@ def index_of(kept: KeptRows | None) -> Tensor | None:
     return None if kept is None else kept.index
 
 
-class EagleHead(Protocol):
-    """A draft head: row p takes the token at p + 1 and a state of p, and predicts p + 2."""
+@dataclass(frozen=True, slots=True)
+class EagleHead(ABC):
+    """A draft head: row p takes the token at p + 1 and a state of p, and predicts p + 2.
+
+    Attributes:
+        embedding: [V, hidden], the target's unless the head has its own.
+        lm_head: [V', hidden], likewise; V' is V, or the length of ``token_ids``.
+        token_ids: [V'] int64, ascending: the token of each logits column, and so the only ones to
+            propose; None: column i is token i.
+        caches: the cache declaration of each layer.
+    """
+
+    kernels: Kernels
+    embedding: UnquantizedWeight
+    lm_head: Weight
+    token_ids: Tensor | None
+    caches: tuple[LayerCache, ...]
 
     @property
-    def caches(self) -> tuple[LayerCache, ...]:
-        """The cache declaration of each layer."""
-        ...
-
-    @property
-    def token_ids(self) -> Tensor | None:
-        """[V'] int64, ascending: the token of each logits column; None: column i is token i."""
-        ...
+    def tables(self) -> tuple[Weight, ...]:
+        """Embedding and lm_head, its own or the target's."""
+        return self.embedding, self.lm_head
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The head's hidden-state input from rows of the target's forward pass.
+
+        By default the states after its final norm, which ``forward`` must not write to.
 
         Args:
             hidden: the target's hidden states of T rows.
@@ -74,8 +86,9 @@ class EagleHead(Protocol):
         Returns:
             [R, hidden]; may be a tensor of ``hidden``, unless ``forward`` writes into it.
         """
-        ...
+        return self.kernels.take_rows(hidden.last, rows)
 
+    @abstractmethod
     def forward(
         self,
         token_ids: Tensor,
@@ -98,35 +111,6 @@ class EagleHead(Protocol):
 
     def compute_logits(self, last: Tensor) -> Tensor:
         """[R, hidden] to [R, V'] fp32 over the tokens that the head can propose."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class BaseHead:
-    """What every ``EagleHead`` of this package has.
-
-    Attributes:
-        embedding: [V, hidden], the target's unless the head has its own.
-        lm_head: [V', hidden], likewise; V' is V, or the length of ``token_ids``.
-        token_ids: [V'] int64, ascending, the only tokens to propose; None: all.
-    """
-
-    kernels: Kernels
-    embedding: UnquantizedWeight
-    lm_head: Weight
-    token_ids: Tensor | None
-
-    @property
-    def tables(self) -> tuple[Weight, ...]:
-        """Embedding and lm_head, its own or the target's."""
-        return self.embedding, self.lm_head
-
-    def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
-        """The target's states after its final norm; ``forward`` must not write to them."""
-        return self.kernels.take_rows(hidden.last, rows)
-
-    def compute_logits(self, last: Tensor) -> Tensor:
-        """[R, hidden] to [R, V'] fp32."""
         return self.lm_head.matmul(last, out_dtype=torch.float32)
 
 

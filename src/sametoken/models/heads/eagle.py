@@ -53,7 +53,7 @@ from sametoken.models.blocks import (
     rotary_of,
 )
 from sametoken.models.heads.base import (
-    BaseHead,
+    EagleHead,
     HeadCheckpoint,
     HeadReader,
     HeadStates,
@@ -87,10 +87,6 @@ class Eagle1Config:
     layer: ModelConfig
     windows: tuple[int | None, ...]
     fc_bias: bool
-
-    def caches(self, dtype: torch.dtype) -> tuple[PagedKV, ...]:
-        """KV of each layer."""
-        return tuple(attention_cache(self.layer, dtype, window) for window in self.windows)
 
 
 def _head_config(settings: Settings) -> Eagle1Config:
@@ -143,8 +139,8 @@ def _load_layer(
 
 
 @dataclass(frozen=True, slots=True)
-class Eagle1Head(BaseHead):
-    """The head's weights and its forward pass, as an ``EagleHead``."""
+class Eagle1Head(EagleHead):
+    """The head's weights and its forward pass."""
 
     config: Eagle1Config
     fc: Linear
@@ -155,11 +151,6 @@ class Eagle1Head(BaseHead):
         """Bytes of all matrices except embedding and lm_head."""
         layers = (layer.attention.nbytes + layer.mlp.nbytes for layer in self.layers)
         return self.fc.nbytes + sum(layers)
-
-    @property
-    def caches(self) -> tuple[PagedKV, ...]:
-        """KV of each layer, in the dtype of its weights."""
-        return self.config.caches(self.layers[0].post_attention_norm.weight.dtype)
 
     def forward(
         self,
@@ -199,7 +190,8 @@ class Eagle1Checkpoint(HeadCheckpoint[Eagle1Head]):
 
     def caches(self, dtype: torch.dtype) -> tuple[PagedKV, ...]:
         """See ``HeadCheckpoint``."""
-        return self.config.caches(dtype)
+        config = self.config
+        return tuple(attention_cache(config.layer, dtype, window) for window in config.windows)
 
     def _build(self, reader: HeadReader) -> Eagle1Head:
         weights, layer, max_positions = reader.weights, self.config.layer, reader.max_positions
@@ -209,6 +201,7 @@ class Eagle1Checkpoint(HeadCheckpoint[Eagle1Head]):
         return Eagle1Head(
             config=self.config,
             kernels=weights.kernels,
+            caches=self.caches(weights.dtype),
             embedding=reader.embedding(vocab_size, hidden_size),
             fc=weights.linear(2 * hidden_size, Part("fc", hidden_size), bias=fc_bias),
             layers=tuple(

@@ -67,7 +67,7 @@ from sametoken.models.blocks import (
     rotary_of,
 )
 from sametoken.models.heads.base import (
-    BaseHead,
+    EagleHead,
     HeadCheckpoint,
     HeadReader,
     HeadStates,
@@ -124,10 +124,6 @@ class Eagle3Config:
     def has_token_map(self) -> bool:
         """Whether ``d2t`` limits it to a part of the target's vocabulary."""
         return self.draft_vocab_size != self.layer.vocab_size
-
-    def caches(self, dtype: torch.dtype) -> tuple[PagedKV, ...]:
-        """KV of the one layer."""
-        return (attention_cache(self.layer, dtype, self.window),)
 
 
 def _head_config(settings: Settings) -> Eagle3Config:
@@ -188,8 +184,8 @@ def _aux_layer_ids(
 
 
 @dataclass(frozen=True, slots=True)
-class Eagle3Head(BaseHead):
-    """The head's weights and its forward pass, as an ``EagleHead``.
+class Eagle3Head(EagleHead):
+    """The head's weights and its forward pass.
 
     Attributes:
         aux_norms: one over the whole concatenation, one per part, or none.
@@ -211,11 +207,6 @@ class Eagle3Head(BaseHead):
         """Bytes of all matrices except embedding and lm_head."""
         fc_bytes = 0 if self.fc is None else self.fc.nbytes
         return fc_bytes + self.attention.nbytes + self.mlp.nbytes
-
-    @property
-    def caches(self) -> tuple[PagedKV, ...]:
-        """KV of the one layer, in the dtype of its weights."""
-        return self.config.caches(self.norm.weight.dtype)
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's auxiliary states, mapped to the head's hidden size, or its last state.
@@ -323,7 +314,7 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
 
     def caches(self, dtype: torch.dtype) -> tuple[PagedKV, ...]:
         """See ``HeadCheckpoint``."""
-        return self.config.caches(dtype)
+        return (attention_cache(self.config.layer, dtype, self.config.window),)
 
     def _build(self, reader: HeadReader) -> Eagle3Head:
         config, layer, weights = self.config, self.config.layer, reader.weights
@@ -335,6 +326,7 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
         return Eagle3Head(
             config=config,
             kernels=weights.kernels,
+            caches=self.caches(weights.dtype),
             embedding=reader.embedding(layer.vocab_size, layer.hidden_size),
             aux_norms=_aux_norms(weights, config),
             fc=_fc(weights, config),

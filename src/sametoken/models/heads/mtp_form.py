@@ -21,7 +21,7 @@ from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import DecoderLayer
 from sametoken.models.heads.base import (
-    BaseHead,
+    EagleHead,
     Head,
     HeadCheckpoint,
     HeadReader,
@@ -36,7 +36,6 @@ from sametoken.models.load.settings import Settings
 from sametoken.models.load.sources import TensorSource
 from sametoken.models.loader import formats_of, open_checkpoint
 from sametoken.ops.backend import AttentionRows, KeptRows, Kernels
-from sametoken.ops.cache_types import LayerCache
 from sametoken.state.caches import ModelCache
 
 ANOTHER_METHOD = "another speculative method"
@@ -61,19 +60,17 @@ class Module:
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleHead(BaseHead, ABC):
-    """A module's weights and its forward pass, as an ``EagleHead``.
+class ModuleHead(EagleHead):
+    """A module's weights and its forward pass.
 
     Attributes:
         module: the weights of its own.
-        caches: of the one layer.
         zeroes_first: whether the embedding of the row at position 0 is zeroed.
     """
 
     zeroes_first: ClassVar[bool] = False
 
     module: Module
-    caches: tuple[LayerCache, ...]
 
     @property
     def nbytes(self) -> int:

@@ -116,10 +116,10 @@ def with_one_layout_each(items: list) -> list:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """An async test has an event loop of its own."""
-    test = pyfuncitem.obj
+    """An async test has an event loop of its own, or that of its fixture ``runner``."""
+    test, run = pyfuncitem.obj, pyfuncitem.funcargs.get("runner", asyncio).run
     if inspect.iscoroutinefunction(test):
-        pyfuncitem.obj = lambda **given: asyncio.run(test(**given))
+        pyfuncitem.obj = lambda **given: run(test(**given))
 
 
 def pytest_sessionstart(session):

@@ -237,45 +237,43 @@ def engine_and_follower(children) -> tuple[psutil.Process, psutil.Process]:
     return engine, follower
 
 
-def test_a_served_engine_and_its_ranks_end_together(path, children, caplog, tmp_path, monkeypatch):
+async def test_a_served_engine_and_its_ranks_end_together(
+    path, children, caplog, tmp_path, monkeypatch
+):
     """Within a request, while nothing runs, and where the engine's process is what dies."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    caplog.set_level(logging.ERROR, "sametoken")
+    limits = ServingLimits(max_restarts=3, restart_backoff_s=0.0)
+    llm = await AsyncLLM.start(config_of(path, speculative_config=NGRAM), limits)
+    assert await answered(llm, "first") == 6
+    assert await llm.update_weights(path) == 1
+    engine, follower = engine_and_follower(children)
+    stream = asked(llm, "second", max_tokens=100)
+    await anext(stream)
+    with pytest.raises(UnsupportedError, match="memory of several ranks"):
+        await llm.sleep()
+    follower.kill()
+    with pytest.raises(EngineDeadError, match="rank 1 of the model ended with SIGKILL"):
+        async for _ in stream:
+            pass
+    assert await asyncio.to_thread(gone, engine)
+    assert await answered(llm, "third") == 6
 
-    async def scenario():
-        limits = ServingLimits(max_restarts=3, restart_backoff_s=0.0)
-        llm = await AsyncLLM.start(config_of(path, speculative_config=NGRAM), limits)
-        assert await answered(llm, "first") == 6
-        assert await llm.update_weights(path) == 1
-        engine, follower = engine_and_follower(children)
-        stream = asked(llm, "second", max_tokens=100)
-        await anext(stream)
-        with pytest.raises(UnsupportedError, match="memory of several ranks"):
-            await llm.sleep()
-        follower.kill()
-        with pytest.raises(EngineDeadError, match="rank 1 of the model ended with SIGKILL"):
-            async for _ in stream:
-                pass
-        assert await asyncio.to_thread(gone, engine)
-        assert await answered(llm, "third") == 6
+    caplog.clear()
+    engine, follower = engine_and_follower(children)
+    follower.kill()
+    assert await asyncio.to_thread(gone, engine)
+    async with asyncio.timeout(PATIENCE_S):
+        while llm.stats().num_restarts < 2:
+            await asyncio.sleep(0.05)
+    assert "the engine died: rank 1 of the model ended with SIGKILL" in caplog.text
+    assert await answered(llm, "fourth") == 6
 
-        caplog.clear()
-        engine, follower = engine_and_follower(children)
-        follower.kill()
-        assert await asyncio.to_thread(gone, engine)
-        async with asyncio.timeout(PATIENCE_S):
-            while llm.stats().num_restarts < 2:
-                await asyncio.sleep(0.05)
-        assert "the engine died: rank 1 of the model ended with SIGKILL" in caplog.text
-        assert await answered(llm, "fourth") == 6
-
-        engine, follower = engine_and_follower(children)
-        engine.kill()
-        assert await asyncio.to_thread(gone, follower)
-        assert list(tmp_path.iterdir()) == []
-        await llm.shutdown()
-
-    with caplog.at_level(logging.ERROR, "sametoken"):
-        asyncio.run(scenario())
+    engine, follower = engine_and_follower(children)
+    engine.kill()
+    assert await asyncio.to_thread(gone, follower)
+    assert list(tmp_path.iterdir()) == []
+    await llm.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -76,16 +76,22 @@ def offline(model):
 
 
 @pytest.fixture(scope="module")
-def served(model):
-    """An engine that serves, and a runner for coroutines on its loop."""
+def runner():
+    """Runs the tests of ``llm`` on its event loop."""
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def llm(model, runner):
+    """An engine that serves."""
     config = EngineConfig.from_options(model=model, speculative_config=NGRAM, **SIZES)
     limits = ServingLimits(
         max_waiting=80, max_restarts=9, restart_window_s=1.0, restart_backoff_s=0.2
     )
-    with asyncio.Runner() as runner:
-        llm = runner.run(AsyncLLM.start(config, limits, build=build_faulty))
-        yield SimpleNamespace(llm=llm, run=runner.run)
-        runner.run(llm.shutdown())
+    llm = runner.run(AsyncLLM.start(config, limits, build=build_faulty))
+    yield llm
+    runner.run(llm.shutdown())
 
 
 async def last_of(stream):
@@ -111,40 +117,32 @@ def essence(output):
     ]
 
 
-def test_64_at_once_are_answered_as_alone_and_offline(served, offline):
+async def test_64_at_once_are_answered_as_alone_and_offline(llm, offline):
     cases = [case(i) for i in range(64)]
     expected = offline.generate([prompt for prompt, _ in cases], [params for _, params in cases])
-
-    async def scenario():
-        streams = [
-            served.llm.generate(prompt, params, f"case {i}")
-            for i, (prompt, params) in enumerate(cases)
-        ]
-        return await asyncio.gather(*map(last_of, streams))
-
-    outputs = served.run(scenario())
+    streams = [
+        llm.generate(prompt, params, f"case {i}") for i, (prompt, params) in enumerate(cases)
+    ]
+    outputs = await asyncio.gather(*map(last_of, streams))
     assert [essence(output) for output in outputs] == [essence(output) for output in expected]
-    stats = served.llm.stats()
+    stats = llm.stats()
     assert stats.speculation.num_draft_tokens > 0
     assert sum(stats.num_finished.values()) == 64
 
 
-def test_an_id_that_is_used_again_at_once_gets_no_token_of_the_request_before(served, offline):
+async def test_an_id_that_is_used_again_at_once_gets_no_token_of_the_request_before(llm, offline):
     params = SamplingParams(temperature=0.0, max_tokens=12)
     (expected,) = offline.generate([WORDS[1]], params)
-
-    async def scenario():
-        aborted = served.llm.generate(WORDS[0], replace(params, max_tokens=100), "again")
-        await anext(aborted)
-        # The loop is busy: reports of the first request pile up.
-        time.sleep(0.2)
-        await aborted.aclose()
-        return await last_of(served.llm.generate(WORDS[1], params, "again"))
-
-    assert essence(served.run(scenario())) == essence(expected)
+    aborted = llm.generate(WORDS[0], replace(params, max_tokens=100), "again")
+    await anext(aborted)
+    # The loop is busy: reports of the first request pile up.
+    time.sleep(0.2)
+    await aborted.aclose()
+    output = await last_of(llm.generate(WORDS[1], params, "again"))
+    assert essence(output) == essence(expected)
 
 
-def test_a_request_chooses_its_own_number_of_drafts_and_gets_the_same_tokens(served, offline):
+async def test_a_request_chooses_its_own_number_of_drafts_and_gets_the_same_tokens(llm, offline):
     prompt = {"prompt_token_ids": [20, 21, 22] * 6}
     params = [
         SamplingParams(temperature=t, seed=4, max_tokens=30, num_speculative_tokens=k)
@@ -153,12 +151,8 @@ def test_a_request_chooses_its_own_number_of_drafts_and_gets_the_same_tokens(ser
     ]
     plain = [SamplingParams(temperature=t, seed=4, max_tokens=30) for t in (0.0, 1.0)]
     expected = [one.outputs[0].token_ids for one in offline.generate([prompt] * 2, plain)]
-
-    async def scenario():
-        streams = [served.llm.generate(prompt, p, f"k {i}") for i, p in enumerate(params)]
-        return await asyncio.gather(*map(last_of, streams))
-
-    outputs = served.run(scenario())
+    streams = [llm.generate(prompt, p, f"k {i}") for i, p in enumerate(params)]
+    outputs = await asyncio.gather(*map(last_of, streams))
     width = len(OVERRIDES)
     for i, output in enumerate(outputs):
         assert output.outputs[0].token_ids == expected[i // width]
@@ -167,60 +161,47 @@ def test_a_request_chooses_its_own_number_of_drafts_and_gets_the_same_tokens(ser
     assert outputs[0].metrics.speculation.num_draft_tokens > 0
 
 
-def test_outputs_grow_and_text_is_never_taken_back(served):
+async def test_outputs_grow_and_text_is_never_taken_back(llm):
     prompt, params = "the cat", SamplingParams(seed=1, max_tokens=40, stop=["zz"])
-
-    async def scenario():
-        return [output async for output in served.llm.generate(prompt, params, "growing")]
-
-    outputs = served.run(scenario())
+    outputs = [output async for output in llm.generate(prompt, params, "growing")]
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     for earlier, later in itertools.pairwise(outputs):
         assert later.outputs[0].text.startswith(earlier.outputs[0].text)
         assert len(later.outputs[0].token_ids) > len(earlier.outputs[0].token_ids)
 
 
-def test_chat_and_token_ids(served, offline):
+async def test_chat_and_token_ids(llm, offline):
     with pytest.raises(RequestError, match="no chat template"):
-        served.llm.render_chat([{"role": "user", "content": "hi"}])
-    tokens = served.llm.tokenize("the dog")
-    assert tokens.token_ids == served.llm.get_tokenizer().encode("the dog")
+        llm.render_chat([{"role": "user", "content": "hi"}])
+    tokens = llm.tokenize("the dog")
+    assert tokens.token_ids == llm.get_tokenizer().encode("the dog")
     params = SamplingParams(temperature=0.0)
-
-    async def scenario():
-        return await last_of(served.llm.generate(tokens, params, "tokens"))
-
     (expected,) = offline.generate("the dog", params)
-    assert essence(served.run(scenario())) == essence(expected)
+    output = await last_of(llm.generate(tokens, params, "tokens"))
+    assert essence(output) == essence(expected)
 
 
-def test_slow_grammars_keep_no_prompt_from_its_tokens(served, monkeypatch):
+async def test_slow_grammars_keep_no_prompt_from_its_tokens(llm, monkeypatch):
     gate = threading.Event()
-    monkeypatch.setattr(served.llm._inputs, "process_all", lambda *_: gate.wait(2 * PATIENCE_S))
+    monkeypatch.setattr(llm._inputs, "process_all", lambda *_: gate.wait(2 * PATIENCE_S))
     params = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
-
-    async def scenario():
-        compiling = [
-            asyncio.create_task(served.llm.prepare([], params, str(index))) for index in range(40)
-        ]
-        await asyncio.sleep(0)
-        async with asyncio.timeout(PATIENCE_S):
-            await asyncio.to_thread(served.llm.tokenize, "the dog")
-        gate.set()
-        await asyncio.gather(*compiling)
-
-    served.run(scenario())
+    compiling = [asyncio.create_task(llm.prepare([], params, str(index))) for index in range(40)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.to_thread(llm.tokenize, "the dog")
+    gate.set()
+    await asyncio.gather(*compiling)
 
 
-def test_the_summary_says_what_the_engine_is(served, model, offline):
-    resolved = served.llm.resolved
+def test_the_summary_says_what_the_engine_is(llm, model, offline):
+    resolved = llm.resolved
     assert (resolved.model, resolved.model_path) == (model, model)
     assert (resolved.max_model_len, resolved.eos_token_ids) == (256, (0,))
     assert (resolved.device, resolved.dtype) == ("cpu", "float32")
     assert (resolved.method, resolved.num_speculative_tokens) == ("ngram", 3)
     assert "the checkpoint is fp32" in [setting.reason for setting in resolved.settings]
     defaults = offline.get_default_sampling_params()
-    assert served.llm.server_defaults().params == replace(defaults, max_tokens=None)
+    assert llm.server_defaults().params == replace(defaults, max_tokens=None)
 
 
 @pytest.mark.parametrize(
@@ -232,43 +213,35 @@ def test_the_summary_says_what_the_engine_is(served, model, offline):
         ("a", {"num_speculative_tokens": 4}, "num_speculative_tokens=4 is above the engine's 3"),
     ],
 )
-def test_bad_requests_are_refused_at_once(served, prompt, params, cause):
-    async def scenario():
-        served.llm.generate(prompt, SamplingParams(**params), "bad")
-
+async def test_bad_requests_are_refused_at_once(llm, prompt, params, cause):
     with pytest.raises(RequestError, match=cause):
-        served.run(scenario())
+        llm.generate(prompt, SamplingParams(**params), "bad")
 
 
-def test_arguments_of_vllm_without_a_meaning_here_are_refused(served):
-    async def scenario():
-        with pytest.raises(RequestError, match="priority=1 is not offered"):
-            served.llm.generate("a", SamplingParams(), "refused", priority=1)
-        with pytest.raises(RequestError, match="no adapter 'sql'"):
-            served.llm.generate("a", SamplingParams(), "refused", lora_request="sql")
-        with pytest.raises(RequestError, match="no adapter 'sql'"):
-            await served.llm.prepare([served.llm.tokenize("a")], SamplingParams(), "refused", "sql")
-        defaults = {"lora_request": None, "priority": 0, "trace_headers": None}
-        return await last_of(served.llm.generate("a", SamplingParams(), "taken", **defaults))
-
-    assert served.run(scenario()).finished
+async def test_arguments_of_vllm_without_a_meaning_here_are_refused(llm):
+    with pytest.raises(RequestError, match="priority=1 is not offered"):
+        llm.generate("a", SamplingParams(), "refused", priority=1)
+    with pytest.raises(RequestError, match="no adapter 'sql'"):
+        llm.generate("a", SamplingParams(), "refused", lora_request="sql")
+    with pytest.raises(RequestError, match="no adapter 'sql'"):
+        await llm.prepare([llm.tokenize("a")], SamplingParams(), "refused", "sql")
+    defaults = {"lora_request": None, "priority": 0, "trace_headers": None}
+    output = await last_of(llm.generate("a", SamplingParams(), "taken", **defaults))
+    assert output.finished
 
 
 @pytest.mark.parametrize("request_id", [5, ["a"], None, "\ud800"])
-def test_an_id_that_is_no_text_is_refused_and_the_engine_lives(served, request_id):
-    async def scenario():
-        with pytest.raises(RequestError, match="request_id="):
-            served.llm.generate("a", SamplingParams(), request_id)
-        with pytest.raises(RequestError, match="request_id="):
-            await served.llm.abort(request_id)
-        await last_of(served.llm.generate("a", SamplingParams(max_tokens=1), "text"))
-
-    served.run(scenario())
+async def test_an_id_that_is_no_text_is_refused_and_the_engine_lives(llm, request_id):
+    with pytest.raises(RequestError, match="request_id="):
+        llm.generate("a", SamplingParams(), request_id)
+    with pytest.raises(RequestError, match="request_id="):
+        await llm.abort(request_id)
+    await last_of(llm.generate("a", SamplingParams(max_tokens=1), "text"))
 
 
-def test_an_engine_is_not_pickled(served):
+def test_an_engine_is_not_pickled(llm):
     with pytest.raises(RequestError, match="load the model in the process that uses it"):
-        pickle.dumps(served.llm)
+        pickle.dumps(llm)
 
 
 async def begun(llm, prompt: str, name: str):
@@ -282,98 +255,82 @@ async def begun(llm, prompt: str, name: str):
     return request_id, stream
 
 
-def test_an_abort_ends_the_request_and_frees_the_engine(served):
-    async def scenario():
-        params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
-        request_id, aborted = await begun(served.llm, "the cat", "aborted")
-        await served.llm.abort(request_id)
-        _, closed = await begun(served.llm, "the mat", "closed")
-        await closed.aclose()
-        cancelled = asyncio.create_task(
-            last_of(served.llm.generate("the log", params, "cancelled"))
-        )
-        last = await last_of(aborted)
-        cancelled.cancel()
-        assert (last.finished, last.outputs[0].finish_reason) == (True, "abort")
-        assert len(last.outputs[0].token_ids) < 200
-        assert [output async for output in closed] == []
-        await at_rest(served.llm)
-        assert served.llm.stats().load.kv_usage == 0
-
-    served.run(scenario())
+async def test_an_abort_ends_the_request_and_frees_the_engine(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    request_id, aborted = await begun(llm, "the cat", "aborted")
+    await llm.abort(request_id)
+    _, closed = await begun(llm, "the mat", "closed")
+    await closed.aclose()
+    cancelled = asyncio.create_task(last_of(llm.generate("the log", params, "cancelled")))
+    last = await last_of(aborted)
+    cancelled.cancel()
+    assert (last.finished, last.outputs[0].finish_reason) == (True, "abort")
+    assert len(last.outputs[0].token_ids) < 200
+    assert [output async for output in closed] == []
+    await at_rest(llm)
+    assert llm.stats().load.kv_usage == 0
 
 
-def test_too_many_are_refused_and_the_others_are_served(served):
-    async def scenario():
-        params = SamplingParams(temperature=0.0, max_tokens=2)
-        # 8 run, 80 wait.
-        streams = [served.llm.generate("the cat", params, f"many {i}") for i in range(88)]
-        with pytest.raises(OverloadedError) as caught:
-            served.llm.generate("the cat", params, "too many")
-        assert caught.value.retry_after_s >= 1
-        outputs = await asyncio.gather(*map(last_of, streams))
-        assert len({output.outputs[0].token_ids for output in outputs}) == 1
-        await last_of(served.llm.generate("the cat", params, "too many"))
-
-    served.run(scenario())
+async def test_too_many_are_refused_and_the_others_are_served(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    # 8 run, 80 wait.
+    streams = [llm.generate("the cat", params, f"many {i}") for i in range(88)]
+    with pytest.raises(OverloadedError) as caught:
+        llm.generate("the cat", params, "too many")
+    assert caught.value.retry_after_s >= 1
+    outputs = await asyncio.gather(*map(last_of, streams))
+    assert len({output.outputs[0].token_ids for output in outputs}) == 1
+    await last_of(llm.generate("the cat", params, "too many"))
 
 
 @pytest.mark.parametrize("way", ["killed", "step"])
-def test_a_dead_engine_fails_its_requests_and_comes_back(served, offline, way):
+async def test_a_dead_engine_fails_its_requests_and_comes_back(llm, offline, way):
     prompt, params = "the cat sat", SamplingParams(seed=3, max_tokens=200, ignore_eos=True)
-
-    async def scenario():
-        llm = served.llm
-        before = llm.stats()
-        streams = [llm.generate(prompt, params, f"lost {i}") for i in range(3)]
-        await asyncio.gather(*map(anext, streams))
-        if way == "killed":
-            os.kill(llm._client.supervisor.process.pid, signal.SIGKILL)
-        else:
-            fatal = {"prompt_token_ids": [FATAL_TOKEN]}
-            streams.append(llm.generate(fatal, params, "fatal"))
-        for stream in streams:
-            with pytest.raises(EngineDeadError, match=r"SIGKILL|a kernel failed"):
-                async with asyncio.timeout(PATIENCE_S):
-                    await last_of(stream)
-        assert not llm.is_ready
-        assert isinstance(llm.errored, EngineDeadError)
-        with pytest.raises(EngineRestartingError):
-            llm.generate(prompt, params, "between")
-        await until(lambda: llm.is_ready)
-        assert llm.errored is None
-        stats = llm.stats()
-        assert stats.num_restarts == before.num_restarts + 1
-        assert stats.num_failed == before.num_failed + len(streams)
-        return await last_of(llm.generate(prompt, params, "lost 0"))
-
     (expected,) = offline.generate(prompt, params)
-    assert essence(served.run(scenario())) == essence(expected)
+    before = llm.stats()
+    streams = [llm.generate(prompt, params, f"lost {i}") for i in range(3)]
+    await asyncio.gather(*map(anext, streams))
+    if way == "killed":
+        os.kill(llm._client.supervisor.process.pid, signal.SIGKILL)
+    else:
+        fatal = {"prompt_token_ids": [FATAL_TOKEN]}
+        streams.append(llm.generate(fatal, params, "fatal"))
+    for stream in streams:
+        with pytest.raises(EngineDeadError, match=r"SIGKILL|a kernel failed"):
+            async with asyncio.timeout(PATIENCE_S):
+                await last_of(stream)
+    assert not llm.is_ready
+    assert isinstance(llm.errored, EngineDeadError)
+    with pytest.raises(EngineRestartingError):
+        llm.generate(prompt, params, "between")
+    await until(lambda: llm.is_ready)
+    assert llm.errored is None
+    stats = llm.stats()
+    assert stats.num_restarts == before.num_restarts + 1
+    assert stats.num_failed == before.num_failed + len(streams)
+    output = await last_of(llm.generate(prompt, params, "lost 0"))
+    assert essence(output) == essence(expected)
 
 
-def test_a_hung_engine_is_killed_and_comes_back(model, offline):
+async def test_a_hung_engine_is_killed_and_comes_back(model, offline):
     config = EngineConfig.from_options(model=model, **SIZES)
     limits = ServingLimits(step_timeout_s=2.0, restart_backoff_s=0.0)
     prompt, params = "the cat", SamplingParams(temperature=0.0)
-
-    async def scenario():
-        llm = await AsyncLLM.start(config, limits, build=build_faulty)
-        streams = [
-            llm.generate({"prompt_token_ids": [HANGING_TOKEN]}, params, "hanging"),
-            llm.generate(prompt, params, "beside it"),
-        ]
-        for stream in streams:
-            with pytest.raises(EngineDeadError, match="a step took more than 2 s"):
-                async with asyncio.timeout(PATIENCE_S):
-                    await last_of(stream)
-        await until(lambda: llm.is_ready)
-        assert llm.stats().num_restarts == 1
-        output = await last_of(llm.generate(prompt, params, "after"))
-        await llm.shutdown()
-        return output
-
     (expected,) = offline.generate(prompt, params)
-    assert essence(asyncio.run(scenario())) == essence(expected)
+    llm = await AsyncLLM.start(config, limits, build=build_faulty)
+    streams = [
+        llm.generate({"prompt_token_ids": [HANGING_TOKEN]}, params, "hanging"),
+        llm.generate(prompt, params, "beside it"),
+    ]
+    for stream in streams:
+        with pytest.raises(EngineDeadError, match="a step took more than 2 s"):
+            async with asyncio.timeout(PATIENCE_S):
+                await last_of(stream)
+    await until(lambda: llm.is_ready)
+    assert llm.stats().num_restarts == 1
+    output = await last_of(llm.generate(prompt, params, "after"))
+    await llm.shutdown()
+    assert essence(output) == essence(expected)
 
 
 async def test_a_drained_server_finishes_what_it_has(model):
@@ -489,7 +446,7 @@ async def test_a_broken_tokenizer_is_refused_while_the_engine_loads(tmp_path):
         await asyncio.wait_for(start, PATIENCE_S)
 
 
-def test_weights_change_while_requests_run(served, offline, model, tmp_path):
+async def test_weights_change_while_requests_run(llm, offline, model, tmp_path):
     """The engine reads a directory; what fits not is refused, and requests go on."""
     vocab_size = offline.resolved.model.vocab_size
     other = write_llama(
@@ -498,57 +455,49 @@ def test_weights_change_while_requests_run(served, offline, model, tmp_path):
     prompt, params = WORDS[0], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     (before,) = offline.generate(prompt, params)
     (after,) = LLM(str(other), tokenizer=model, **SIZES).generate(prompt, params)
-
-    async def scenario():
-        llm, first = served.llm, served.llm.weight_version
-        long = llm.generate(prompt, replace(params, max_tokens=200), "long")
-        await anext(long)
-        assert await llm.update_weights(other) == first + 1
-        changed = await last_of(llm.generate(prompt, params, "changed"))
-        mixed = await last_of(long)
-        with pytest.raises(CheckpointError):
-            await llm.update_weights(tmp_path / "nowhere")
-        with pytest.raises(WeightUpdateError, match="version"):
-            await llm.update_weights(model, version=first)
-        assert await llm.update_weights(model, version=first + 9) == first + 9
-        back = await last_of(llm.generate(prompt, params, "back"))
-        assert llm.weight_version == first + 9
-        assert essence(changed) == essence(after) != essence(before) == essence(back)
-        assert changed.weight_versions == (first + 1, first + 1)
-        assert mixed.weight_versions[0] == first < mixed.weight_versions[1]
-
-    served.run(scenario())
+    first = llm.weight_version
+    long = llm.generate(prompt, replace(params, max_tokens=200), "long")
+    await anext(long)
+    assert await llm.update_weights(other) == first + 1
+    changed = await last_of(llm.generate(prompt, params, "changed"))
+    mixed = await last_of(long)
+    with pytest.raises(CheckpointError):
+        await llm.update_weights(tmp_path / "nowhere")
+    with pytest.raises(WeightUpdateError, match="version"):
+        await llm.update_weights(model, version=first)
+    assert await llm.update_weights(model, version=first + 9) == first + 9
+    back = await last_of(llm.generate(prompt, params, "back"))
+    assert llm.weight_version == first + 9
+    assert essence(changed) == essence(after) != essence(before) == essence(back)
+    assert changed.weight_versions == (first + 1, first + 1)
+    assert mixed.weight_versions[0] == first < mixed.weight_versions[1]
 
 
-def test_a_pause_keeps_waits_or_aborts(served, offline):
-    llm, params = served.llm, SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
+async def test_a_pause_keeps_waits_or_aborts(llm, offline):
+    params = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
     (expected,) = offline.generate(WORDS[0], params)
-
-    async def scenario():
-        kept = llm.generate(WORDS[0], params, "kept")
-        await anext(kept)
-        await llm.pause("keep")
-        later = asyncio.create_task(last_of(llm.generate(WORDS[0], params, "later")))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(later), 0.2)
-        rest = asyncio.create_task(last_of(kept))
-        waited = asyncio.create_task(llm.pause("wait"))
-        assert essence(await rest) == essence(expected)
-        await waited
-        # It had not begun, or it ran and ended too.
-        assert llm.stats().load.num_running == 0
-        await llm.resume()
-        assert essence(await later) == essence(expected)
-        cut = llm.generate(WORDS[0], params, "cut")
-        await anext(cut)
-        await llm.pause()
-        assert (await last_of(cut)).outputs[0].finish_reason == "abort"
-        await llm.resume()
-        assert essence(await last_of(llm.generate(WORDS[0], params, "again"))) == essence(expected)
-        with pytest.raises(RequestError, match="pause"):
-            await llm.pause("soon")
-
-    served.run(scenario())
+    kept = llm.generate(WORDS[0], params, "kept")
+    await anext(kept)
+    await llm.pause("keep")
+    later = asyncio.create_task(last_of(llm.generate(WORDS[0], params, "later")))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(later), 0.2)
+    rest = asyncio.create_task(last_of(kept))
+    waited = asyncio.create_task(llm.pause("wait"))
+    assert essence(await rest) == essence(expected)
+    await waited
+    # It had not begun, or it ran and ended too.
+    assert llm.stats().load.num_running == 0
+    await llm.resume()
+    assert essence(await later) == essence(expected)
+    cut = llm.generate(WORDS[0], params, "cut")
+    await anext(cut)
+    await llm.pause()
+    assert (await last_of(cut)).outputs[0].finish_reason == "abort"
+    await llm.resume()
+    assert essence(await last_of(llm.generate(WORDS[0], params, "again"))) == essence(expected)
+    with pytest.raises(RequestError, match="pause"):
+        await llm.pause("soon")
 
 
 async def cancelled(llm, command) -> None:
@@ -564,60 +513,50 @@ async def cancelled(llm, command) -> None:
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort"])
-def test_a_pause_that_is_cancelled_has_not_been(served, offline, mode):
-    llm, params = served.llm, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+async def test_a_pause_that_is_cancelled_has_not_been(llm, offline, mode):
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     (expected,) = offline.generate(WORDS[0], params)
-
-    async def scenario():
-        running = llm.generate(WORDS[0], replace(params, max_tokens=200), "running")
-        await anext(running)
-        await cancelled(llm, llm.pause(mode))
-        async with asyncio.timeout(PATIENCE_S):
-            after = await last_of(llm.generate(WORDS[0], params, "after"))
-        assert essence(after) == essence(expected)
-        assert not llm.is_paused
-        await last_of(running)
-
-    served.run(scenario())
+    running = llm.generate(WORDS[0], replace(params, max_tokens=200), "running")
+    await anext(running)
+    await cancelled(llm, llm.pause(mode))
+    async with asyncio.timeout(PATIENCE_S):
+        after = await last_of(llm.generate(WORDS[0], params, "after"))
+    assert essence(after) == essence(expected)
+    assert not llm.is_paused
+    await last_of(running)
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort"])
-def test_a_sleep_that_is_cancelled_has_not_been_or_can_be_ended(served, offline, mode):
-    llm, params = served.llm, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+async def test_a_sleep_that_is_cancelled_has_not_been_or_can_be_ended(llm, offline, mode):
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     (expected,) = offline.generate(WORDS[0], params)
 
     async def answered(request_id):
         return essence(await last_of(llm.generate(WORDS[0], params, request_id)))
 
-    async def scenario():
-        running = llm.generate(WORDS[0], replace(params, max_tokens=200), "running")
-        await anext(running)
-        # As ``sleep`` does, once the engine has said that it can.
-        await cancelled(llm, llm._client.command(FallAsleep(1, llm._waits(mode))))
-        # Answered after the withdrawal.
-        await llm.reset_prefix_cache()
-        assert llm.is_paused == llm.is_sleeping == (mode == "abort")
-        async with asyncio.timeout(PATIENCE_S):
-            if not llm.is_sleeping:
-                assert await answered("between") == essence(expected)
-            await llm.sleep(mode=mode)
-            await llm.wake_up()
-            assert await answered("after") == essence(expected)
-        await last_of(running)
-
-    served.run(scenario())
+    running = llm.generate(WORDS[0], replace(params, max_tokens=200), "running")
+    await anext(running)
+    # As ``sleep`` does, once the engine has said that it can.
+    await cancelled(llm, llm._client.command(FallAsleep(1, llm._waits(mode))))
+    # Answered after the withdrawal.
+    await llm.reset_prefix_cache()
+    assert llm.is_paused == llm.is_sleeping == (mode == "abort")
+    async with asyncio.timeout(PATIENCE_S):
+        if not llm.is_sleeping:
+            assert await answered("between") == essence(expected)
+        await llm.sleep(mode=mode)
+        await llm.wake_up()
+        assert await answered("after") == essence(expected)
+    await last_of(running)
 
 
-def test_a_sleep_of_no_level_ends_no_request(served):
-    async def scenario():
-        params = SamplingParams(max_tokens=40, ignore_eos=True)
-        running = served.llm.generate(WORDS[0], params, "running")
-        await anext(running)
-        with pytest.raises(RequestError, match="no sleep of level 9"):
-            await served.llm.sleep(level=9)
-        assert (await last_of(running)).outputs[0].finish_reason == "length"
-
-    served.run(scenario())
+async def test_a_sleep_of_no_level_ends_no_request(llm):
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    running = llm.generate(WORDS[0], params, "running")
+    await anext(running)
+    with pytest.raises(RequestError, match="no sleep of level 9"):
+        await llm.sleep(level=9)
+    assert (await last_of(running)).outputs[0].finish_reason == "length"
 
 
 async def test_a_sleep_that_this_engine_can_never_have_ends_no_request(model, tmp_path):
@@ -631,10 +570,7 @@ async def test_a_sleep_that_this_engine_can_never_have_ends_no_request(model, tm
         assert (await last_of(running)).outputs[0].finish_reason == "length"
 
 
-def test_an_update_that_is_cancelled_has_not_been(served, model):
-    async def scenario():
-        llm, version = served.llm, served.llm.weight_version + 1
-        await cancelled(llm, llm.update_weights(model, version))
-        assert await llm.update_weights(model, version) == version
-
-    served.run(scenario())
+async def test_an_update_that_is_cancelled_has_not_been(llm, model):
+    version = llm.weight_version + 1
+    await cancelled(llm, llm.update_weights(model, version))
+    assert await llm.update_weights(model, version) == version

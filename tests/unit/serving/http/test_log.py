@@ -61,15 +61,12 @@ def test_an_engine_that_starts_again_counts_from_zero(num_queries):
     assert log.line(started, 10.0) == "running 1, waiting 0; tokens/s in 0.0, out 0.0; KV 0.0%"
 
 
-def test_lines_are_logged_until_the_server_ends(caplog):
-    async def main() -> None:
+async def test_lines_are_logged_until_the_server_ends(caplog):
+    with caplog.at_level(logging.INFO, "sametoken.server"):
         task = asyncio.create_task(log_load(iter([EMPTY, BUSY, BUSY]).__next__, 0.0))
         while len(caplog.records) < 2:
             await asyncio.sleep(0)
         task.cancel()
-
-    with caplog.at_level(logging.INFO, "sametoken.server"):
-        asyncio.run(main())
     assert [record.message.split(";")[0] for record in caplog.records] == [
         "running 3, waiting 2"
     ] * 2

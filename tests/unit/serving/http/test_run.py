@@ -48,23 +48,20 @@ async def started(engine: FakeEngine) -> tuple[DrainingServer, asyncio.Task, str
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-def test_sigterm_drains_while_the_server_answers(in_time, caplog):
-    async def main():
-        engine = DrainedEngine(in_time=in_time)
-        server, task, url = await started(engine)
-        async with httpx.AsyncClient(base_url=url) as client:
-            assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
-            server.handle_exit(signal.SIGTERM, None)
-            await asyncio.sleep(0.02)
-            assert (await client.get("/ready")).status_code == 503
-            refused = await client.post("/v1/completions", json={"prompt": "x"})
-            assert refused.json()["error"]["code"] == "draining"
-            assert not task.done()
-            engine.at_rest.set()
-        await asyncio.wait_for(task, 10)
-        assert not server.interrupted
-
-    asyncio.run(main())
+async def test_sigterm_drains_while_the_server_answers(in_time, caplog):
+    engine = DrainedEngine(in_time=in_time)
+    server, task, url = await started(engine)
+    async with httpx.AsyncClient(base_url=url) as client:
+        assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+        server.handle_exit(signal.SIGTERM, None)
+        await asyncio.sleep(0.02)
+        assert (await client.get("/ready")).status_code == 503
+        refused = await client.post("/v1/completions", json={"prompt": "x"})
+        assert refused.json()["error"]["code"] == "draining"
+        assert not task.done()
+        engine.at_rest.set()
+    await asyncio.wait_for(task, 10)
+    assert not server.interrupted
     assert ("aborted" in caplog.text) == (not in_time)
 
 

@@ -125,34 +125,6 @@ _GLM = _Form.of(
 )
 
 
-def qwen3_coder_parser(schemas: Schemas) -> Parser:
-    """For ``<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>``.
-
-    A call is reported once its function's name is there. A closing tag in a value is text. Before
-    a function of the schemas the outer tag may be missing, as Qwen3-Coder sometimes leaves it out
-    (ollama#16686).
-    """
-    return _parser(_QWEN, schemas)
-
-
-def seed_oss_parser(schemas: Schemas) -> Parser:
-    """For the same with Seed's own tags around."""
-    return _parser(_SEED, schemas)
-
-
-def minimax_m2_parser(schemas: Schemas) -> Parser:
-    """Likewise for MiniMax-M2's tags. Values have no line breaks around them."""
-    return _parser(_MINIMAX, schemas)
-
-
-def glm_parser(schemas: Schemas) -> Parser:
-    """For ``<tool_call>NAME<arg_key>NAME</arg_key><arg_value>VALUE</arg_value></tool_call>``.
-
-    A call is reported once its first parameter begins, or without one at its end.
-    """
-    return _parser(_GLM, schemas)
-
-
 def _parser(form: _Form, schemas: Schemas) -> Parser:
     @cache
     def types_of(function: str, parameter: str) -> frozenset[str]:
@@ -168,6 +140,22 @@ def _parser(form: _Form, schemas: Schemas) -> Parser:
     find = partial(_find_outside_values, form)
     start, end = form.tags
     return marked_parser(TagSyntax(calls_in, find, (start,), end, form.function, schemas.keys()))
+
+
+#: For ``<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>``.
+#:
+#: A call is reported once its function's name is there. A closing tag in a value is text. Before
+#: a function of the schemas the outer tag may be missing, as Qwen3-Coder sometimes leaves it out
+#: (ollama#16686).
+qwen3_coder_parser = partial(_parser, _QWEN)
+#: For the same with Seed's own tags around.
+seed_oss_parser = partial(_parser, _SEED)
+#: Likewise for MiniMax-M2's tags. Values have no line breaks around them.
+minimax_m2_parser = partial(_parser, _MINIMAX)
+#: For ``<tool_call>NAME<arg_key>NAME</arg_key><arg_value>VALUE</arg_value></tool_call>``.
+#:
+#: A call is reported once its first parameter begins, or without one at its end.
+glm_parser = partial(_parser, _GLM)
 
 
 def _read_call(

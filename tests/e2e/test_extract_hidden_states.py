@@ -12,12 +12,12 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3_5TextConfig
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from helpers.checkpoints import HIDDEN, LLAMA, VOCAB, write_llama
 from helpers.forward import Bench, load
+from helpers.hybrids import write_hybrid
 from helpers.static_steps import in_steps
 from sametoken import LLM, SamplingParams
 from sametoken.cli.main import app
@@ -31,7 +31,6 @@ from sametoken.io.files import LOCK
 from sametoken.ops.dispatch import select_kernels
 from sametoken.runner.swap import SwapStore
 
-transformers_logging.disable_progress_bar()
 CPU = torch.device("cpu")
 MAX_TOKENS = 9
 PROMPTS = [
@@ -50,28 +49,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory):
-    torch.manual_seed(0)
-    config = Qwen3_5TextConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=24,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        linear_num_key_heads=1,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        max_position_embeddings=80,
-        eos_token_id=None,
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    path = tmp_path_factory.mktemp("hybrid")
-    model.save_pretrained(path)
-    return path
+    return write_hybrid(tmp_path_factory.mktemp("hybrid"), max_position_embeddings=80)
 
 
 def spec(directory, **more) -> dict:

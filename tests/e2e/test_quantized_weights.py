@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 
-from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint
+from helpers.checkpoints import LLAMA, llama_tensors, write_checkpoint
 from helpers.compressed import written
 from helpers.families import write_family
 from helpers.gguf_families import write_family_gguf
@@ -49,15 +49,7 @@ NGRAM = {
 
 def dense(folder, strategy: str, activations: dict | None):
     config = LLAMA | {"hidden_size": 160, "intermediate_size": 136, "num_hidden_layers": 2}
-    shapes = {
-        "model.embed_tokens.weight": (config["vocab_size"], 160),
-        "model.norm.weight": (160,),
-        "lm_head.weight": (config["vocab_size"], 160),
-    }
-    for index in range(2):
-        shapes |= layer_shapes(config, f"model.layers.{index}", 160)
-    generator = torch.Generator().manual_seed(0)
-    tensors = {name: random_weight(generator, *shape) for name, shape in shapes.items()}
+    tensors = llama_tensors(config)
     fixed = [0.02, 0.03] * 7 if activations is STATIC else ()
     stored, _ = quantize_tensors(tensors, strategy, scale_name="weight_scale", input_scales=fixed)
     config |= {"quantization_config": compressed_config(strategy, activations)}

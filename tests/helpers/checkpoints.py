@@ -52,8 +52,7 @@ def layer_shapes(config: dict, prefix: str, in_features: int) -> dict[str, tuple
     }
 
 
-def write_llama(directory: Path, seed: int = 0, **changes) -> Path:
-    config = LLAMA | changes
+def llama_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     shapes = {
         "model.embed_tokens.weight": (config["vocab_size"], config["hidden_size"]),
         "model.norm.weight": (config["hidden_size"],),
@@ -61,9 +60,17 @@ def write_llama(directory: Path, seed: int = 0, **changes) -> Path:
     }
     for index in range(config["num_hidden_layers"]):
         shapes |= layer_shapes(config, f"model.layers.{index}", config["hidden_size"])
+    return shapes
+
+
+def llama_tensors(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    tensors = {name: random_weight(generator, *shape) for name, shape in shapes.items()}
-    return write_checkpoint(directory, config, tensors)
+    return {name: random_weight(generator, *shape) for name, shape in llama_shapes(config).items()}
+
+
+def write_llama(directory: Path, seed: int = 0, **changes) -> Path:
+    config = LLAMA | changes
+    return write_checkpoint(directory, config, llama_tensors(config, seed))
 
 
 #: The ``eagle_config`` of a head that reads the target's last state alone.

@@ -39,7 +39,7 @@ def write_converted(
         writer.add_tensor(name, quantize(data.contiguous().numpy(), own), raw_dtype=own)
     for name, data in extra_tensors:
         writer.add_tensor(name, data)
-    return _written(writer, path)
+    return written(writer, path)
 
 
 def convert(model, path, *, arch="llama", **options):
@@ -73,7 +73,7 @@ def rewritten(path, to, metadata=(), tensors=(), **options):
         if given is not None:
             data, own_type = given if isinstance(given, tuple) else (given, None)
             writer.add_tensor(name, data, raw_dtype=own_type)
-    return _written(writer, to)
+    return written(writer, to)
 
 
 def split(path, to, most):
@@ -82,7 +82,8 @@ def split(path, to, most):
     return sorted(to.parent.glob(f"{to.stem}-*-of-*.gguf"))
 
 
-def _written(writer, path):
+def written(writer, path):
+    """Write a file of what the writer was given; the path."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.checkpoints import LLAMA, VOCAB, layer_shapes, random_weight, write_llama
+from helpers.checkpoints import LLAMA, llama_shapes, random_weight, write_llama
 from sametoken.models.quantize import W4A16, quantize_checkpoint
 from sametoken.models.rounding import float8, int4
 
@@ -108,13 +108,9 @@ def gptq_llama() -> tuple[dict, dict[str, torch.Tensor]]:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
     quantization = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
     config = LLAMA | sizes | {"quantization_config": quantization}
-    shapes = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (VOCAB, 64))
-    shapes["model.norm.weight"] = (64,)
-    for index in range(2):
-        shapes |= layer_shapes(config, f"model.layers.{index}", 64)
     generator = torch.Generator().manual_seed(0)
     stored = {}
-    for name, shape in shapes.items():
+    for name, shape in llama_shapes(config).items():
         if not is_projection(name):
             stored[name] = random_weight(generator, *shape)
             continue

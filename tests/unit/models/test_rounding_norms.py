@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint, write_llama
+from helpers.checkpoints import LLAMA, llama_tensors, write_checkpoint, write_llama
 from helpers.families import write_family
 from helpers.forward import OneRun, load
 from helpers.quantized import GROUP, STATIC, TOKEN, compressed_config, quantize_tensors
@@ -42,13 +42,7 @@ def triton_kernels() -> TritonKernels:
 
 def write_fp8(folder, strategy: str = "channel", activations: dict | None = TOKEN, seed: int = 0):
     config = LLAMA | SIZES
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    shapes = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (vocab, hidden))
-    shapes["model.norm.weight"] = (hidden,)
-    for index in range(2):
-        shapes |= layer_shapes(config, f"model.layers.{index}", hidden)
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {name: random_weight(generator, *shape) for name, shape in shapes.items()}
+    tensors = llama_tensors(config, seed)
     fixed = [0.02, 0.02] * 7 if activations is STATIC else ()
     stored, _ = quantize_tensors(tensors, strategy, scale_name="weight_scale", input_scales=fixed)
     config |= {"quantization_config": compressed_config(strategy, activations)}

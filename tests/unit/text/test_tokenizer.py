@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast, tokenization_utils_tokenizers
 
 from helpers.chat_model import byte_tokenizer
 from helpers.examples import FIXED
+from helpers.gguf_files import written
 from helpers.hub import cache_snapshot
 from sametoken.config import EngineConfig
 from sametoken.errors import (
@@ -76,11 +77,7 @@ def gguf_path(backend, tmp_path):
     writer.add_token_merges(metadata["tokenizer.ggml.merges"])
     writer.add_eos_token_id(0)
     writer.add_chat_template("{{ messages[0]['content'] }}!")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return written(writer, path)
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint
+from helpers.checkpoints import LLAMA, llama_tensors, write_checkpoint
 from helpers.compressed import FLOAT as FLOAT_ARGUMENTS
 from helpers.compressed import written
 from helpers.families import write_family
@@ -43,21 +43,13 @@ SIZES = {
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
-def llama_tensors(**changes) -> tuple[dict, dict[str, torch.Tensor]]:
+def a_llama(**changes) -> tuple[dict, dict[str, torch.Tensor]]:
     config = LLAMA | SIZES | changes
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    shapes = {
-        "model.embed_tokens.weight": (vocab, hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (vocab, hidden),
-        **layer_shapes(config, "model.layers.0", hidden),
-    }
-    generator = torch.Generator().manual_seed(0)
-    return config, {name: random_weight(generator, *shape) for name, shape in shapes.items()}
+    return config, llama_tensors(config)
 
 
 def write_block(folder, edit=None, **changes):
-    config, tensors = llama_tensors()
+    config, tensors = a_llama()
     stored, _ = quantize_tensors(tensors)
     config |= {"quantization_config": block_config(**changes)}
     if edit is not None:
@@ -232,7 +224,7 @@ def test_weights_stay_in_eight_bits_where_the_config_says_so(tmp_path):
 @pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
 def test_ranks_divide_scales_with_rows_and_columns(tmp_path, strategy):
     # They share the KV head.
-    config, tensors = llama_tensors(intermediate_size=512, num_key_value_heads=1)
+    config, tensors = a_llama(intermediate_size=512, num_key_value_heads=1)
     stored, _ = quantize_tensors(
         tensors, strategy, scale_name="weight_scale", chosen=is_projection_or_head
     )
@@ -257,7 +249,7 @@ def bits(weight: Fp8Weight) -> torch.Tensor:
 
 
 def test_a_quantized_head_that_the_config_ties_is_refused(tmp_path):
-    config, tensors = llama_tensors(tie_word_embeddings=True)
+    config, tensors = a_llama(tie_word_embeddings=True)
     stored, _ = quantize_tensors(tensors, chosen=is_projection_or_head)
     config |= {"quantization_config": block_config(modules_to_not_convert=[])}
     with pytest.raises(CheckpointError, match=r"lm_head.weight differs from .*embed_tokens"):
@@ -272,7 +264,7 @@ def test_ranks_that_cut_a_block_are_refused(tmp_path):
 
 def test_a_scale_of_activations_per_part_is_its_own(tmp_path):
     """q, k and v with unlike static scales are not fused; equal ones are."""
-    config, tensors = llama_tensors()
+    config, tensors = a_llama()
     config |= {"quantization_config": compressed_config("tensor", STATIC)}
     for scales, kind in ((cycle((0.02, 0.03)), StackedWeight), (cycle((0.02,)), Fp8Weight)):
         stored, _ = quantize_tensors(
@@ -342,7 +334,7 @@ def test_broken_files_are_refused_by_the_name_of_the_tensor(tmp_path, name):
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, torch.nan])
 def test_a_scale_of_activations_that_cannot_be_is_refused(tmp_path, scale):
-    config, tensors = llama_tensors()
+    config, tensors = a_llama()
     config |= {"quantization_config": compressed_config("tensor", STATIC)}
     stored, _ = quantize_tensors(
         tensors, "tensor", scale_name="weight_scale", input_scales=cycle((scale,))
@@ -353,7 +345,7 @@ def test_a_scale_of_activations_that_cannot_be_is_refused(tmp_path, scale):
 
 def test_a_linear_in_floats_without_a_scale_is_what_it_is(tmp_path):
     """DeepSeek's routers: of the class that the config names, and never quantized."""
-    _, tensors = llama_tensors()
+    _, tensors = a_llama()
 
     def plain(stored):
         stored[f"{Q_PROJ}.weight"] = tensors[f"{Q_PROJ}.weight"]

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from helpers.examples import FIXED
 from helpers.forward import Bench, load
 from helpers.gguf_families import FAMILIES, write_family_gguf
-from helpers.gguf_files import SMALL, convert, rewritten
+from helpers.gguf_files import SMALL, convert, rewritten, written
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.load import sources
 from sametoken.models.loader import read_config
@@ -330,13 +330,10 @@ def test_a_turn_of_gemma_ends_by_its_token_s_name(tmp_path):
 
 
 def test_missing_key_and_tensor_are_named(tmp_path):
-    writer = GGUFWriter(tmp_path / "empty.gguf", "llama")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    empty = tmp_path / "empty.gguf"
+    written(GGUFWriter(empty, "llama"), empty)
     with pytest.raises(CheckpointError, match=r"llama\.embedding_length=None"):
-        read_config(tmp_path / "empty.gguf")
+        read_config(empty)
     model = make_model(LlamaConfig)
     del model.model.layers[1].mlp.up_proj
     path = convert(model, tmp_path / "model.gguf")

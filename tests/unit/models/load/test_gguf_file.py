@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.examples import FIXED
+from helpers.gguf_files import written
 from sametoken.errors import CheckpointError
 from sametoken.models.load.gguf_file import read_gguf
 
@@ -32,11 +33,7 @@ def write(path):
     writer.add_tensor("matrix", matrix)
     q8 = GGMLQuantizationType.Q8_0
     writer.add_tensor("quantized", quantize(matrix, q8), raw_dtype=q8)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return written(writer, path)
 
 
 @pytest.fixture(scope="module")

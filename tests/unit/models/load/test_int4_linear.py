@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.checkpoints import LLAMA, layer_shapes, random_weight, write_checkpoint
+from helpers.checkpoints import LLAMA, llama_shapes, random_weight, write_checkpoint
 from helpers.compressed import written
 from helpers.forward import CPU, TOKENS, load, logits_of
 from helpers.thread_ranks import run_ranks
@@ -62,12 +62,9 @@ def made(
 ):
     """A config, the tensors as stored, and those that they stand for."""
     config = LLAMA | SIZES | sizes
-    shapes = layer_shapes(config, "model.layers.0", 128)
-    shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (48, 128))
-    shapes["model.norm.weight"] = (128,)
     generator = torch.Generator().manual_seed(seed)
     stored, meant = {}, {}
-    for name, shape in shapes.items():
+    for name, shape in llama_shapes(config).items():
         weight = random_weight(generator, *shape)
         if not name.endswith(chosen):
             stored[name] = meant[name] = weight

@@ -19,6 +19,7 @@ from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates
 from sametoken.models.loader import read_config
 from sametoken.ops.backend import AttentionRows, Kernels
+from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.state.caches import ModelCache
 
@@ -26,6 +27,11 @@ CPU = torch.device("cpu")
 KERNELS = ReferenceKernels()
 BLOCK_SIZE = 4
 OPTIONS = {"kernels": KERNELS, "dtype": torch.float32, "device": CPU, "max_positions": 32}
+
+
+both_kernels = pytest.mark.parametrize(
+    "kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"]
+)
 
 
 class SharedTarget:
@@ -41,6 +47,15 @@ class SharedTarget:
 
     def whole_head(self):
         return self.head
+
+
+def load_sharing(checkpoint, kernels: Kernels):
+    """A head that these kernels run, over the embedding and the lm_head of a target."""
+    shared = SharedTarget(kernels=kernels)
+    head = checkpoint.load(shared, **OPTIONS | {"kernels": kernels})
+    assert head.embedding is shared.embedding
+    assert head.lm_head is shared.head
+    return head
 
 
 def linear(tensors, x, name):

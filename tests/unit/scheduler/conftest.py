@@ -56,6 +56,12 @@ def make_request(name, prompt, max_total=None, max_drafts=None, cached=True, **p
     )
 
 
+def add_all(scheduler, names, prompt, **options):
+    """Requests that differ in their names alone."""
+    for name in names:
+        scheduler.add(make_request(name, prompt, **options))
+
+
 def result_of(plan, accept=0, failed=(), proposed=64):
     """Every row is offered its drafts of those proposed, and accepts up to ``accept``."""
     rows = []
@@ -86,6 +92,7 @@ def kit():
         limits=make_limits,
         scheduler=make_scheduler,
         request=make_request,
+        add=add_all,
         result=result_of,
         step=step,
         rows=rows_of,

@@ -302,8 +302,7 @@ def test_the_end_of_a_prompt_says_nothing_of_drafts(kit):
     scheduler = kit.scheduler(
         max_num_seqs=8, num_blocks=99, num_speculative_tokens=4, adaptive_drafts=True
     )
-    for name in "abcdefgh":
-        scheduler.add(kit.request(name, 3, max_total=60))
+    kit.add(scheduler, "abcdefgh", 3, max_total=60)
     kit.step(scheduler, proposed=0)
     assert 0 not in limits_of(scheduler.plan())
 

@@ -96,8 +96,7 @@ def test_a_third_turn_starts_from_both_answers(kit):
 
 def test_of_two_equal_answers_one_is_kept(kit):
     scheduler = kit.scheduler(num_blocks=12)
-    for name in "ab":
-        scheduler.add(kit.request(name, PROMPT, max_total=20))
+    kit.add(scheduler, "ab", PROMPT, max_total=20)
     for _ in range(8):
         kit.step(scheduler)
     for name in "ab":

@@ -34,8 +34,7 @@ def test_a_chunk_inside_the_prompt_has_room_for_one_more_and_the_lookahead(kit):
 
 def test_a_prefix_is_shared_from_the_plan_after_the_one_that_computes_it(kit):
     scheduler = kit.scheduler()
-    scheduler.add(kit.request("a", PROMPT))
-    scheduler.add(kit.request("b", PROMPT))
+    kit.add(scheduler, "ab", PROMPT)
     scheduler.add(kit.request("c", (*PROMPT, 1)))
     plan = scheduler.plan()
     assert [a.num_cached for a in plan.admissions] == [0, 0, 0]
@@ -175,8 +174,7 @@ def crowded(kit, **overrides):
     """Two requests that fill six blocks: a and b hold 3 each and both want to grow."""
     limits = {"num_blocks": 6, **overrides}
     scheduler = kit.scheduler(**limits)
-    scheduler.add(kit.request("a", 11, max_total=24))
-    scheduler.add(kit.request("b", 11, max_total=24))
+    kit.add(scheduler, "ab", 11, max_total=24)
     kit.step(scheduler)
     return scheduler
 
@@ -222,8 +220,7 @@ def test_nobody_is_preempted_for_a_younger_request(kit):
 
 def test_drafts_shrink_before_anybody_is_preempted(kit):
     scheduler = kit.scheduler(num_blocks=6, num_speculative_tokens=8)
-    scheduler.add(kit.request("a", 9, max_total=24))
-    scheduler.add(kit.request("b", 9, max_total=24))
+    kit.add(scheduler, "ab", 9, max_total=24)
     kit.step(scheduler)
     plan, _ = kit.step(scheduler)
     assert not plan.swap_outs
@@ -246,8 +243,7 @@ def test_swapped_requests_return_before_anybody_is_admitted(kit):
 
 def test_swapped_requests_return_oldest_first(kit):
     scheduler = kit.scheduler(num_blocks=9)
-    for name in "abc":
-        scheduler.add(kit.request(name, 11, max_total=36))
+    kit.add(scheduler, "abc", 11, max_total=36)
     kit.step(scheduler)
     order = []
     while scheduler.has_unfinished:
@@ -269,8 +265,7 @@ def test_no_swapped_request_passes_an_older_one_however_few_rows_there_are(kit, 
     scheduler.add(kit.request("a", 30, max_total=64))
     while scheduler.num_waiting or scheduler._running["a"].prefilling:
         kit.step(scheduler)
-    for name in "bcde":
-        scheduler.add(kit.request(name, 2, max_total=64))
+    kit.add(scheduler, "bcde", 2, max_total=64)
     while scheduler.num_swapped < 4:
         kit.step(scheduler)
     scheduler.release("a")
@@ -282,8 +277,7 @@ def test_no_swapped_request_passes_an_older_one_however_few_rows_there_are(kit, 
 
 def test_steps_in_flight_of_a_swapped_request_settle_as_usual(kit):
     scheduler = kit.scheduler(num_blocks=6)
-    scheduler.add(kit.request("a", 11, max_total=24))
-    scheduler.add(kit.request("b", 11, max_total=24))
+    kit.add(scheduler, "ab", 11, max_total=24)
     first, second = scheduler.plan(), scheduler.plan()
     assert [swap.slot for swap in second.swap_outs] == [1]
     updates = scheduler.process_output(kit.result(first))
@@ -322,8 +316,7 @@ def test_a_waiting_request_just_goes(kit):
 
 def test_a_released_request_lingers_until_its_steps_are_settled(kit):
     scheduler = kit.scheduler(max_num_seqs=1)
-    scheduler.add(kit.request("a", 3))
-    scheduler.add(kit.request("b", 3))
+    kit.add(scheduler, "ab", 3)
     first, second = scheduler.plan(), scheduler.plan()
     scheduler.release("a")
     assert scheduler.num_running == 0
@@ -350,8 +343,7 @@ def test_an_aborted_swapped_request_leaves_its_host_blocks(kit):
 
 def test_a_swapped_request_with_steps_in_flight_leaves_its_host_blocks_after_them(kit):
     scheduler = kit.scheduler(num_blocks=6)
-    scheduler.add(kit.request("a", 11, max_total=24))
-    scheduler.add(kit.request("b", 11, max_total=24))
+    kit.add(scheduler, "ab", 11, max_total=24)
     first, _ = scheduler.plan(), scheduler.plan()
     scheduler.release("b")
     scheduler.plan()
@@ -379,8 +371,7 @@ def test_a_poisoned_request_is_released_alone(kit):
 @pytest.mark.parametrize("victim", ["blocks", "slot", "status", "in flight"])
 def test_integrity_check_sees_damage(kit, victim):
     scheduler = kit.scheduler()
-    for name in "ab":
-        scheduler.add(kit.request(name, 6))
+    kit.add(scheduler, "ab", 6)
     scheduler.plan()
     scheduler.check_integrity()
     a, b = scheduler._running.values()
@@ -474,8 +465,7 @@ def test_nobody_comes_in_while_a_running_request_lacks_blocks(kit):
     scheduler = kit.scheduler(
         max_num_seqs=7, num_blocks=16, max_num_batched_tokens=16, num_speculative_tokens=2
     )
-    for name in "abcde":
-        scheduler.add(kit.request(name, 3, max_total=11))
+    kit.add(scheduler, "abcde", 3, max_total=11)
     scheduler.add(kit.request("long", 40, max_total=48))
     scheduler.add(kit.request("small", 2, max_total=4))
     kit.step(scheduler)
@@ -489,8 +479,7 @@ def test_nobody_comes_in_while_a_running_request_lacks_blocks(kit):
 def test_drafts_do_not_crowd_out_a_request_that_could_return(kit):
     scheduler = kit.scheduler(num_blocks=8, max_num_batched_tokens=9, num_speculative_tokens=8)
     scheduler.add(kit.request("a", 3, max_total=28))
-    scheduler.add(kit.request("b", 3, max_total=20, max_drafts=0))
-    scheduler.add(kit.request("c", 3, max_total=20, max_drafts=0))
+    kit.add(scheduler, "bc", 3, max_total=20, max_drafts=0)
     while not scheduler.num_swapped:
         kit.step(scheduler)
     scheduler.release("b")
@@ -502,8 +491,7 @@ def test_drafts_do_not_crowd_out_a_request_that_could_return(kit):
 def test_the_oldest_always_advances(kit):
     """However short memory is, and whoever came after."""
     scheduler = kit.scheduler(num_blocks=6, longest_chunk=4, num_speculative_tokens=3)
-    for name in "abcd":
-        scheduler.add(kit.request(name, 6, max_total=24))
+    kit.add(scheduler, "abcd", 6, max_total=24)
     for accept in range(60):
         if not scheduler.has_unfinished:
             break
@@ -523,8 +511,7 @@ def test_a_waiting_prompt_is_looked_up_once_a_plan_and_again_as_it_comes_in(kit,
     cache, looked_up = scheduler._pool.prefix_cache, []
     match = cache.match
     monkeypatch.setattr(cache, "match", lambda keys: looked_up.append(keys) or match(keys))
-    for name in "abc":
-        scheduler.add(kit.request(name, 6))
+    kit.add(scheduler, "abc", 6)
     plan, _ = kit.step(scheduler)
     assert len(plan.admissions) == 2
     assert len(looked_up) == 3 + 2

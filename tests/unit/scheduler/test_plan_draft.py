@@ -273,8 +273,7 @@ def test_rows_of_any_sizes_and_prompts_are_divided_by_the_rules(kit, sizes, arri
 
 def test_one_prompt_may_have_a_longest_chunk(kit):
     scheduler = kit.scheduler(max_num_batched_tokens=16, longest_chunk=6)
-    for name in "abc":
-        scheduler.add(kit.request(name, 20))
+    kit.add(scheduler, "abc", 20)
     # What one may not take, the next one may.
     assert kit.rows(kit.step(scheduler)[0]) == [
         (0, 6, 0, False),
@@ -310,15 +309,13 @@ def test_a_last_chunk_of_one_token_is_a_window_and_a_first_one_is_not(kit):
 
 def test_chunks_of_several_requests_share_a_step(kit):
     scheduler = kit.scheduler()
-    for name in "abc":
-        scheduler.add(kit.request(name, 5))
+    kit.add(scheduler, "abc", 5)
     assert kit.rows(scheduler.plan()) == [(0, 5, 0, True), (1, 5, 0, True), (2, 5, 0, True)]
 
 
 def test_admission_is_first_come_first_served(kit):
     scheduler = kit.scheduler(max_num_seqs=1)
-    for name in "abc":
-        scheduler.add(kit.request(name, 3, max_total=4))
+    kit.add(scheduler, "abc", 3, max_total=4)
     served = []
     for _ in range(3):
         _, updates = kit.step(scheduler)
@@ -359,8 +356,7 @@ def test_a_request_has_its_own_limit_on_drafts(kit, own, expected):
 
 def test_every_decode_gets_a_row_before_any_gets_drafts(kit):
     scheduler = kit.scheduler(max_num_batched_tokens=9, num_speculative_tokens=4)
-    for name in "abc":
-        scheduler.add(kit.request(name, 3, max_total=30))
+    kit.add(scheduler, "abc", 3, max_total=30)
     kit.step(scheduler)
     plan, _ = kit.step(scheduler)
     assert kit.rows(plan) == [(0, 1, 2, True), (1, 1, 2, True), (2, 1, 2, True)]
@@ -377,8 +373,7 @@ def test_drafts_that_one_cannot_use_go_to_the_others(kit):
 
 def test_decodes_take_turns_when_not_all_fit(kit):
     scheduler = kit.scheduler(max_num_seqs=5, max_num_batched_tokens=2, num_speculative_tokens=3)
-    for name in "abcde":
-        scheduler.add(kit.request(name, 2, max_total=40))
+    kit.add(scheduler, "abcde", 2, max_total=40)
     while scheduler.num_waiting or any(state.prefilling for state in scheduler._running.values()):
         kit.step(scheduler)
     steps = [[row.slot for row in kit.step(scheduler)[0].requests] for _ in range(12)]
@@ -390,8 +385,7 @@ def test_decodes_take_turns_when_not_all_fit(kit):
 
 def test_drafts_leave_a_quarter_of_the_step_to_prompts(kit):
     scheduler = kit.scheduler(max_num_batched_tokens=24, num_speculative_tokens=8)
-    for name in "abc":
-        scheduler.add(kit.request(name, 3, max_total=60))
+    kit.add(scheduler, "abc", 3, max_total=60)
     kit.step(scheduler)
     assert [row.draft_limit for row in kit.step(scheduler)[0].requests] == [7, 7, 7]
     scheduler.add(kit.request("long", 30, max_total=40))
@@ -406,8 +400,7 @@ def test_drafts_leave_a_quarter_of_the_step_to_prompts(kit):
 
 def test_what_a_prompt_does_not_need_of_its_quarter_goes_to_drafts(kit):
     scheduler = kit.scheduler(max_num_batched_tokens=24, num_speculative_tokens=16)
-    for name in "ab":
-        scheduler.add(kit.request(name, 3, max_total=60))
+    kit.add(scheduler, "ab", 3, max_total=60)
     kit.step(scheduler)
     scheduler.add(kit.request("short", 2, max_total=40))
     assert kit.rows(kit.step(scheduler)[0]) == [(0, 1, 10, True), (1, 1, 10, True), (2, 2, 0, True)]
@@ -415,8 +408,7 @@ def test_what_a_prompt_does_not_need_of_its_quarter_goes_to_drafts(kit):
 
 def test_decodes_that_fill_the_step_alternate_with_prompts(kit):
     scheduler = kit.scheduler(max_num_seqs=9, num_blocks=60, max_num_batched_tokens=8)
-    for name in "abcdefgh":
-        scheduler.add(kit.request(name, 1, max_total=60))
+    kit.add(scheduler, "abcdefgh", 1, max_total=60)
     kit.step(scheduler)
     scheduler.add(kit.request("long", 7, max_total=30))
     steps = [kit.rows(kit.step(scheduler)[0]) for _ in range(7)]
@@ -567,8 +559,7 @@ def test_a_missing_token_is_refused(kit):
 def test_equal_calls_give_equal_plans(kit):
     def run():
         scheduler = kit.scheduler(num_blocks=8, num_speculative_tokens=2)
-        for name in "abcd":
-            scheduler.add(kit.request(name, 6, max_total=20))
+        kit.add(scheduler, "abcd", 6, max_total=20)
         return [kit.step(scheduler, accept=1)[0] for _ in range(8)]
 
     assert run() == run()
@@ -667,8 +658,7 @@ class Load:
 def test_drafts_take_no_more_sampled_rows_than_a_step_may_have(kit, monkeypatch):
     monkeypatch.setattr(plan_draft, "MOST_SAMPLED_ROWS", 12)
     scheduler = kit.scheduler(num_speculative_tokens=8, num_blocks=64)
-    for name in "abc":
-        scheduler.add(kit.request(name, 3, max_total=40))
+    kit.add(scheduler, "abc", 3, max_total=40)
     kit.step(scheduler)
     scheduler.add(kit.request("d", 20))
     plan, _ = kit.step(scheduler)

@@ -19,13 +19,13 @@ from helpers.checkpoints import (
     write_speculators,
 )
 from helpers.heads import (
-    CPU,
-    KERNELS,
     OPTIONS,
     SharedTarget,
     attended,
+    both_kernels,
     gated_mlp,
     linear,
+    load_sharing,
     require_defined_states,
     require_kept_rows_alone,
     require_reads_what_logits_are_made_from,
@@ -35,7 +35,6 @@ from helpers.heads import (
 )
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.heads.eagle import Eagle1Checkpoint
-from sametoken.ops.dispatch import select_kernels
 
 WRITERS = {"safeailab": write_eagle1, "speculators": write_eagle1_speculators}
 
@@ -96,12 +95,11 @@ def test_each_layer_sees_its_own_window(tmp_path):
     require_defined_states(head, definition, target.head_matrix)
 
 
-@pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
+@both_kernels
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_rows_that_are_not_kept_leave_their_kv_alone(tmp_path, num_layers, kernels):
     write_eagle1(tmp_path, eagle1_tensors(5, num_layers=num_layers))
-    shared = SharedTarget(kernels=kernels)
-    head = Eagle1Checkpoint(tmp_path).load(shared, **OPTIONS | {"kernels": kernels})
+    head = load_sharing(Eagle1Checkpoint(tmp_path), kernels)
     require_kept_rows_alone(head, VOCAB, HIDDEN)
 
 

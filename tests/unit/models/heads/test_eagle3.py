@@ -19,11 +19,10 @@ from helpers.checkpoints import (
     write_speculators,
 )
 from helpers.heads import (
-    CPU,
-    KERNELS,
     OPTIONS,
     SharedTarget,
     attended,
+    both_kernels,
     empty_kv,
     gated_mlp,
     linear,
@@ -36,7 +35,6 @@ from helpers.heads import (
 from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
 from sametoken.models.base import HiddenStates
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
-from sametoken.ops.dispatch import select_kernels
 
 
 def load(directory, target=None):
@@ -129,7 +127,7 @@ def test_logits_and_states_are_those_of_the_definition(tmp_path, layout, flags):
     torch.testing.assert_close(head.compute_logits(again.last), logits[-1:], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
+@both_kernels
 @pytest.mark.parametrize(
     "flags", [*FLAGS, {"eagle_config": NO_FC}], ids=lambda flags: "-".join(flags) or "plain"
 )
@@ -159,7 +157,7 @@ def test_a_head_with_qk_norm(tmp_path):
     torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
+@both_kernels
 @pytest.mark.parametrize(
     "settings",
     [
@@ -182,7 +180,7 @@ def test_a_head_that_rotates_a_part_as_those_for_qwen3_5(tmp_path, settings, ker
 SLIDING = {"layer_types": ["sliding_attention"]}
 
 
-@pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
+@both_kernels
 @pytest.mark.parametrize("layout", ["safeailab", "speculators"])
 @pytest.mark.parametrize(
     ("settings", "window"),
@@ -237,7 +235,7 @@ def test_rope_settings_by_layer_type_are_those_of_the_layer(tmp_path):
         torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
+@both_kernels
 @pytest.mark.parametrize("flags", [{}, {"norm_before_residual": True, "norm_output": True}])
 def test_rows_that_are_not_kept_leave_their_kv_alone(tmp_path, flags, kernels):
     write_safeailab(tmp_path, head_tensors(5), **flags)

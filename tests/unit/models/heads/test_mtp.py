@@ -10,14 +10,14 @@ import torch
 
 from helpers.checkpoints import HIDDEN, VOCAB, write_checkpoint, write_llama
 from helpers.heads import (
-    CPU,
-    KERNELS,
     OPTIONS,
     SharedTarget,
     attended,
+    both_kernels,
     empty_kv,
     gated_mlp,
     linear,
+    load_sharing,
     require_defined_states,
     require_kept_rows_alone,
     require_reads_what_logits_are_made_from,
@@ -37,7 +37,6 @@ from helpers.hybrids import (
 from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
 from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.loader import read_config
-from sametoken.ops.dispatch import select_kernels
 
 LAYER = "mtp.layers.0"
 
@@ -82,7 +81,7 @@ def defined_module(tensors, embedding, token_ids, hidden):
     return norm(tensors, x, "mtp.norm")
 
 
-@pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
+@both_kernels
 @pytest.mark.parametrize(
     ("kind", "changes", "merge"),
     [
@@ -98,21 +97,17 @@ def test_logits_and_states_are_those_of_the_definition(tmp_path, kind, changes, 
     config = hybrid_config(kind, **changes)
     tensors, target = hybrid_tensors(config, seed=5), SharedTarget()
     write_checkpoint(tmp_path, config, merged_experts(tensors) if merge else tensors)
-    shared = SharedTarget(kernels=kernels)
-    head = MTPCheckpoint(tmp_path).load(shared, **OPTIONS | {"kernels": kernels})
-    assert head.embedding is shared.embedding
-    assert head.lm_head is shared.head
+    head = load_sharing(MTPCheckpoint(tmp_path), kernels)
     define = partial(defined_module, tensors, target.embedding_matrix)
     require_defined_states(head, define, target.head_matrix, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
+@both_kernels
 @pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "experts"])
 def test_rows_that_are_not_kept_leave_their_kv_alone(tmp_path, changes, kernels):
     config = hybrid_config("qwen3_5", **changes)
     write_checkpoint(tmp_path, config, hybrid_tensors(config, seed=5))
-    shared = SharedTarget(kernels=kernels)
-    head = MTPCheckpoint(tmp_path).load(shared, **OPTIONS | {"kernels": kernels})
+    head = load_sharing(MTPCheckpoint(tmp_path), kernels)
     require_kept_rows_alone(head, VOCAB, HIDDEN)
 
 

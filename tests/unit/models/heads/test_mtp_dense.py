@@ -17,14 +17,14 @@ from helpers.dense_modules import (
     module_tensors,
 )
 from helpers.heads import (
-    CPU,
-    KERNELS,
     OPTIONS,
     SharedTarget,
     attended,
+    both_kernels,
     empty_kv,
     gated_mlp,
     linear,
+    load_sharing,
     require_defined_states,
     require_kept_rows_alone,
     require_reads_what_logits_are_made_from,
@@ -35,7 +35,6 @@ from helpers.heads import (
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.base import HiddenStates
 from sametoken.models.heads.mtp import MTPCheckpoint
-from sametoken.ops.dispatch import select_kernels
 
 KINDS = pytest.mark.parametrize("kind", [ERNIE, MIMO])
 
@@ -80,14 +79,11 @@ def defined_module(kind, tensors, target, token_ids, hidden):
     return rms_norm(x, last)
 
 
-@pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
+@both_kernels
 @KINDS
 def test_logits_and_states_are_those_of_the_definition(tmp_path, kind, kernels):
     tensors, target = write(tmp_path, kind), SharedTarget()
-    shared = SharedTarget(kernels=kernels)
-    head = MTPCheckpoint(tmp_path).load(shared, **OPTIONS | {"kernels": kernels})
-    assert head.embedding is shared.embedding
-    assert head.lm_head is shared.head
+    head = load_sharing(MTPCheckpoint(tmp_path), kernels)
     define = partial(defined_module, kind, tensors, target)
     require_defined_states(head, define, target.head_matrix, tolerance=1e-5)
     require_kept_rows_alone(head, VOCAB, HIDDEN)

@@ -9,12 +9,12 @@ import torch
 
 from helpers.checkpoints import HIDDEN, VOCAB, write_checkpoint
 from helpers.heads import (
-    CPU,
-    KERNELS,
     OPTIONS,
     SharedTarget,
     attended,
+    both_kernels,
     linear,
+    load_sharing,
     require_defined_states,
     require_kept_rows_alone,
     require_reads_what_logits_are_made_from,
@@ -23,7 +23,6 @@ from helpers.heads import (
 from helpers.nemotron import EPS, nemotron_config, nemotron_tensors, write_nemotron
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.heads.mtp import MTPCheckpoint
-from sametoken.ops.dispatch import select_kernels
 
 FIRST, LAST = "mtp.layers.0", "mtp.layers.1"
 LATENT = {"moe_latent_size": 6}
@@ -73,16 +72,13 @@ def defined_module(tensors, embedding, token_ids, hidden):
     return norm(tensors, x, f"{LAST}.final_layernorm")
 
 
-@pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
+@both_kernels
 @pytest.mark.parametrize("changes", [{}, LATENT], ids=["full", "latent"])
 def test_logits_and_states_are_those_of_the_definition(tmp_path, changes, kernels):
     config = nemotron_config(**changes)
     tensors, target = nemotron_tensors(config, seed=5), SharedTarget()
     write_checkpoint(tmp_path, config, tensors)
-    shared = SharedTarget(kernels=kernels)
-    head = MTPCheckpoint(tmp_path).load(shared, **OPTIONS | {"kernels": kernels})
-    assert head.embedding is shared.embedding
-    assert head.lm_head is shared.head
+    head = load_sharing(MTPCheckpoint(tmp_path), kernels)
     define = partial(defined_module, tensors, target.embedding_matrix)
     require_defined_states(head, define, target.head_matrix, tolerance=1e-5)
     require_kept_rows_alone(head, VOCAB, HIDDEN)

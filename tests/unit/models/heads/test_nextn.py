@@ -14,6 +14,7 @@ from helpers.families import VOCAB
 from helpers.heads import (
     CPU,
     KERNELS,
+    both_kernels,
     empty_kv,
     gated_mlp,
     linear,
@@ -29,7 +30,6 @@ from sametoken.models.heads.nextn import NextNCheckpoint
 from sametoken.models.heads.own_module import open_module
 from sametoken.models.loader import load_model, read_config
 from sametoken.models.rounding import float8, int4
-from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.weight import UnquantizedWeight
 
 HIDDEN = 32
@@ -124,7 +124,7 @@ class Definition:
         return out
 
 
-@pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
+@both_kernels
 def test_logits_and_states_are_those_of_the_definition(tmp_path, kernels):
     config = fixed_latent("deepseek_v3", num_nextn_predict_layers=1)
     _, head = opened(write_nextn(tmp_path), kernels)

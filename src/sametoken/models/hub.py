@@ -100,7 +100,7 @@ def find_on_hub(
     hub_id: HubId,
     needed: Needed,
     announce: Callable[[str], None],
-    hint: Callable[[], str] = str,
+    hint: Callable[[], str],
     check: Callable[[Path], object] = lambda folder: None,
 ) -> Path:
     """The directory of a repository's files, or the path of its GGUF model's first file.

@@ -9,8 +9,8 @@ from sametoken.types.sampling_params import SamplingParams
 def require_choosable(
     params: SamplingParams,
     vocab_size: int,
-    stop_token_ids: tuple[int, ...] = (),
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = (),
+    stop_token_ids: tuple[int, ...],
+    bad_words_token_ids: tuple[tuple[int, ...], ...],
 ) -> None:
     """Refuse bad words outside the vocabulary and masks that leave no token to choose.
 

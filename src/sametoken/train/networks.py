@@ -155,7 +155,7 @@ class DecoderNetwork(nn.Module):
                 parameter.normal_(std=0.02 * (shrink if ends else 1.0), generator=generator)
 
 
-def open_decoder(path: Path, *, mtp: bool = False) -> tuple[DecoderNetwork, TensorSource]:
+def open_decoder(path: Path, *, mtp: bool) -> tuple[DecoderNetwork, TensorSource]:
     """A decoder for a checkpoint's weights, in fp32, and the weights, of which none is read.
 
     Args:

@@ -350,9 +350,7 @@ class Served:
         return chat_logprobs(found, form)
 
 
-def require_served(
-    requested: str, names: Sequence[str], adapters: Sequence[LoRAModule] = ()
-) -> None:
+def require_served(requested: str, names: Sequence[str], adapters: Sequence[LoRAModule]) -> None:
     """Refuse a request for another model.
 
     Raises:

@@ -27,7 +27,7 @@ _SMALL = 2**14
 _QUOTE, _OPENINGS = ord('"'), b"[{:"
 #: pydantic's names for the types of a union field; other names have brackets.
 _FORMS = frozenset((
-    "str", "int", "bool", "dict",
+    "str", "constrained-str", "int", "bool", "dict",
     "NamedTool", "NamedCustomTool", "AllowedTools",
     "FunctionTool", "CustomTool", "NamespaceTool", "OtherTool", "TextInput", "GrammarInput",
     "TextBlock", "ThinkingBlock", "ToolUseBlock", "ToolResultBlock", "OtherBlock",

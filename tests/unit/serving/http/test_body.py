@@ -14,6 +14,8 @@ from sametoken.serving.http.body import (
     read_model,
 )
 from sametoken.serving.http.errors import ApiError
+from sametoken.serving.http.messages_api.request import MessagesRequest
+from sametoken.serving.http.responses_api.request import ResponsesRequest
 from sametoken.serving.http.schemas import ChatRequest, CompletionRequest
 
 VALUES = st.recursive(
@@ -50,6 +52,19 @@ def test_a_prompt_s_fault_is_that_of_the_closest_type(prompt, cause):
     with pytest.raises(ApiError) as caught:
         read_model(CompletionRequest, json.dumps({"prompt": prompt}).encode())
     assert (str(caught.value), caught.value.param) == (cause, "prompt")
+
+
+@pytest.mark.parametrize(
+    "model", [CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest]
+)
+@pytest.mark.parametrize("value", [5, [[[]]]])
+def test_the_place_of_a_fault_is_one_of_the_body_without_the_types_of_a_union(model, value):
+    for name in model.model_fields:
+        with pytest.raises(ApiError) as caught:
+            read_model(model, json.dumps({name: value}).encode())
+        place, _, _ = str(caught.value).partition(": ")
+        if caught.value.param == name:
+            assert set(place.removeprefix(name).split(".")) <= {"", "0"}
 
 
 @given(st.lists(st.text('"\\[{:1e9', max_size=8), max_size=4))

@@ -41,13 +41,18 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a checkpoint's JSON file.
 
     Raises:
-        CheckpointError: the file is missing, unreadable, or not a JSON object.
+        CheckpointError: the file or its directory is missing or unreadable, or it is not a JSON
+            object.
     """
     try:
         value = read_json(path)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path.parent} holds no {path.name}", "give a checkpoint directory or a GGUF file"
+        ) from error
+    except NotADirectoryError as error:
+        raise CheckpointError(
+            f"{path.parent} is not a directory", "give a checkpoint directory"
         ) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(

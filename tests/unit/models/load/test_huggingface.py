@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import safetensors
@@ -688,6 +689,11 @@ def test_tying_that_a_config_says_in_two_ways_is_that_of_the_weights(tmp_path, h
 def test_hybrids_rotate_a_part_of_a_head(tmp_path, given, wanted):
     config = BASE | {"architectures": ["Qwen3NextForCausalLM"]} | given
     assert read(tmp_path, config).rope["partial_rotary_factor"] == wanted
+
+
+def test_a_device_is_no_checkpoint():
+    with pytest.raises(CheckpointError, match=r"^/dev/null is not a directory"):
+        read_config(Path("/dev/null"))
 
 
 def test_absent_or_malformed_config(tmp_path):

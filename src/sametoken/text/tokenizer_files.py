@@ -32,6 +32,8 @@ _REMEDY = "fetch it again, or give another tokenizer"
 def read_tokenizer(path: Path) -> Any:
     """Read transformers' tokenizer from a directory, a ``tokenizer.json`` or a GGUF file.
 
+    A file is GGUF unless its name ends in ``.json``, as those of some caches have no ending.
+
     Raises:
         CheckpointError: there is no tokenizer, or it is corrupt.
         UnsupportedError: a GGUF file holds an unknown kind of tokenizer, or the tokenizer needs
@@ -39,16 +41,19 @@ def read_tokenizer(path: Path) -> Any:
     """
     source = _find_source(path)
     try:
-        return _from_gguf(source) if source.suffix == ".gguf" else _from_hf(source)
+        return _from_hf(source) if _is_hf(source) else _from_gguf(source)
     except (SametokenError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
         # transformers and tokenizers raise bare Exception, OSError, ValueError and KeyError; a
         # Rust panic derives from BaseException.
-        file = _faulty_file(source)
-        raise CheckpointError(
-            f"the tokenizer at {file} cannot be read ({type(error).__name__}: {error})", _REMEDY
-        ) from error
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        cause = (
+            f"{source} holds no {_FILE}, and its other files give no tokenizer"
+            if source.is_dir() and not is_there(source / _FILE)
+            else f"the tokenizer at {_faulty_file(source)} cannot be read"
+        )
+        raise CheckpointError(f"{cause} ({told})", _REMEDY) from error
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -56,8 +61,12 @@ def has_tokenizer(directory: Path) -> bool:
     return any(is_there(directory / name) for name in (_FILE, _SETTINGS))
 
 
+def _is_hf(source: Path) -> bool:
+    return source.is_dir() or source.suffix == ".json"
+
+
 def _find_source(path: Path) -> Path:
-    if path.is_file() and path.suffix in (".gguf", ".json"):
+    if path.is_file():
         return path
     if path.is_dir():
         if has_tokenizer(path):

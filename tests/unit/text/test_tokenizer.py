@@ -88,6 +88,12 @@ def test_a_gguf_file_gives_the_tokens_of_the_tokenizer_it_was_made_from(gguf_pat
     assert loaded.special_ids == tokenizer.special_ids
 
 
+@pytest.mark.parametrize("name", ["sha256-0123", "tiny.GGUF", "tiny.v1.0"])
+def test_a_gguf_file_may_have_any_ending(gguf_path, tokenizer, name):
+    loaded = load_tokenizer(gguf_path.rename(gguf_path.with_name(name)))
+    assert loaded.encode("the cat") == tokenizer.encode("the cat")
+
+
 def test_a_gguf_file_brings_its_end_token_and_chat_template(gguf_path):
     loaded = load_tokenizer(gguf_path.parent)
     assert loaded.eos_token_id == 0
@@ -662,6 +668,11 @@ def test_missing_and_corrupt_files_are_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"holds no tokenizer\.json, and its other") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
     path = tmp_path / "cut.gguf"
     path.write_bytes(b"GGUF\x03\x00\x00\x00")
     with pytest.raises(CheckpointError, match=r"cut\.gguf"):

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from sametoken.errors import CheckpointError, SametokenError, UnsupportedError, in_words
+from sametoken.errors import CheckpointError, SametokenError, UnsupportedError
 from sametoken.io.files import is_there, open_regular
-from sametoken.models.load.files import read_json_object
+from sametoken.models.load.files import read_json_object, unreadable
 from sametoken.models.load.gguf_parts import read_first
 from sametoken.text.gguf_tokenizer import LLAMA_3, TEKKEN, build_gguf_tokenizer, pre_tokenizer
 
@@ -174,7 +174,7 @@ def _require_readable(path: Path) -> None:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({in_words(error)})", _REMEDY) from error
+        raise unreadable(path, "cannot be read", error, _REMEDY) from error
     if size > MAX_BYTES:
         raise CheckpointError(f"{path} has {size} bytes, above {MAX_BYTES}", _REMEDY)
 

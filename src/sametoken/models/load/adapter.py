@@ -21,7 +21,6 @@ from sametoken.errors import (
     CheckpointError,
     UnsupportedError,
     WeightUpdateError,
-    in_words,
     shown,
 )
 from sametoken.io.files import copied
@@ -33,6 +32,7 @@ from sametoken.models.load.files import (
     PICKLED,
     choose_adapter_weights,
     read_json_object,
+    unreadable,
 )
 from sametoken.models.load.huggingface import SafetensorsSource
 from sametoken.models.load.pickled import PickledSource
@@ -279,7 +279,7 @@ def _whole(file: Path) -> TensorSource:
                 cause = error.cause.replace(str(copy), str(file))
                 raise type(error)(cause, error.remedy) from error
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({in_words(error)})", _AGAIN) from error
+        raise unreadable(file, "cannot be read", error, _AGAIN) from error
     return SentTensors(tensors.items(), str(file))
 
 

@@ -37,6 +37,20 @@ MAX_NAME_BYTES = 255
 AGAIN = "download the checkpoint again"
 
 
+def unreadable(path: Path, fault: str, error: Exception, remedy: str = AGAIN) -> CheckpointError:
+    """The error of a file that was opened or parsed in vain.
+
+    Args:
+        path: the file.
+        fault: what is said of it, unless the system refuses access: a copy would be refused too.
+        error: the cause.
+        remedy: of the fault.
+    """
+    if isinstance(error, PermissionError):
+        fault, remedy = "cannot be read", "check its permissions, and those of its folders"
+    return CheckpointError(f"{path} {fault} ({in_words(error)})", remedy)
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a checkpoint's JSON file.
 
@@ -55,9 +69,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
             f"{path.parent} is not a directory", "give a checkpoint directory"
         ) from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read as JSON ({in_words(error)})", AGAIN
-        ) from error
+        raise unreadable(path, "cannot be read as JSON", error) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object", AGAIN)
     return value

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
-from sametoken.errors import CheckpointError, in_words
+from sametoken.errors import CheckpointError
 from sametoken.io.files import open_regular
+from sametoken.models.load.files import unreadable
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -100,9 +101,8 @@ def read_gguf(path: Path) -> GGUFFile:
                 raise ValueError("it does not start with the GGUF magic")
             return _parsed(path, _Cursor(data, 4))
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is not a complete GGUF file ({in_words(error)})", "download the file again"
-        ) from error
+        fault = "is not a complete GGUF file"
+        raise unreadable(path, fault, error, "download the file again") from error
 
 
 class _Cursor:

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sametoken.errors import CheckpointError, UnsupportedError, in_words
+from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.io.files import open_regular
 from sametoken.layers.rotary import DEFAULT_THETA, LONGROPE, PROPORTIONAL
 from sametoken.models.base import ModelConfig
@@ -26,6 +26,7 @@ from sametoken.models.load.files import (
     PICKLED,
     read_generation_config,
     read_settings,
+    unreadable,
     weight_files,
 )
 from sametoken.models.load.pickled import PickledSource
@@ -413,9 +414,7 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{path} is truncated or corrupt ({in_words(error)})", AGAIN
-        ) from error
+        raise unreadable(path, "is truncated or corrupt", error) from error
 
 
 def _opened(path: Path) -> Any:

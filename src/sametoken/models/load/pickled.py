@@ -17,9 +17,9 @@ from reprlib import repr as short
 import torch
 from torch import Tensor
 
-from sametoken.errors import CheckpointError, UnsupportedError, in_words
+from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.io.files import open_regular
-from sametoken.models.load.files import AGAIN
+from sametoken.models.load.files import AGAIN, unreadable
 from sametoken.models.load.sources import FLOATING, TensorsByName
 
 #: Of the pickle in a file: that of 40,000 tensors.
@@ -146,7 +146,7 @@ def _records_of(path: Path) -> tuple[bytes, frozenset[int]]:
             f"download the checkpoint again, or {_CONVERT}",
         ) from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({in_words(error)})", AGAIN) from error
+        raise unreadable(path, "cannot be read", error) from error
     except (ValueError, NotImplementedError, RuntimeError) as error:
         raise _corrupt(path, error) from error
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Qwen3-8B's shape with dummy weights on one GPU and on several: times of the peers' workload.
 #
-#   benchmarks/steps/tensor_parallel_gpu.sh [SIZE ...]      1 2 by default; PYTHON names the interpreter
+#   benchmarks/steps/tensor_parallel_gpu.sh [SIZE ...]      1 2 by default; PYTHON names the interpreter,
+#                                                           OPTIONS further options of the engine
 #
 # Writes one JSON object per size and drafter to $OUT, by default a new folder. The ranks shard the
 # same random weights. A size needs that number of GPUs.
@@ -25,7 +26,7 @@ for size in ${*:-1 2}; do
         options=()
         [ "$drafter" = ngram ] && options=(--speculative-config "$ngram")
         "$python" -m sametoken bench latency "$model" --load-format dummy --preset peer \
-            --max-model-len 2048 --tensor-parallel-size "$size" "${options[@]}" --json \
+            --max-model-len 2048 --tensor-parallel-size "$size" "${options[@]}" ${OPTIONS:-} --json \
             > "$out/tp${size}_$drafter.json"
         "$python" - "$out/tp${size}_$drafter.json" "TP $size, $drafter" <<'PRINT'
 import json, sys

@@ -139,6 +139,11 @@ class EngineConfig:
         "-tp",
         limits=(1, 64),
     )
+    custom_all_reduce: bool = option(
+        False,
+        "ranks add partial sums in kernels that write into each other's memory (NVLink), not after "
+        "NCCL's copies; the same bits, not yet run between two GPUs",
+    )
     logprobs_mode: str = option(
         RAW_LOGPROBS,
         "log-probabilities of output tokens: raw_logprobs of the model, or processed_logprobs of "

@@ -37,6 +37,7 @@ ENGINE = {
     "speculative_config": None,
 }
 OWN_ENGINE_OPTIONS = {
+    "custom_all_reduce",
     "lora_modules",
     "lora_experts",
     "fast_prompts_from",

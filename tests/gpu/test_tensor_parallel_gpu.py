@@ -132,6 +132,13 @@ def test_the_same_tokens(files, truth, method, max_num_seqs, eager):
         assert found.accepted > 0.8 * found.offered
 
 
+@pytest.mark.parametrize("method", ["plain", "ngram", "eagle3"])
+def test_sums_by_kernels_have_the_same_tokens(files, truth, method, caplog):
+    core = engine(files, method, max_num_seqs=64, custom_all_reduce=True)
+    assert "do not reach" not in caplog.text
+    assert drive(core, list(requests(64, MAX_TOKENS))).tokens == truth
+
+
 def test_the_tokens_of_one_gpu_are_near(files, truth):
     """Each degree has an arithmetic of its own, and both are the same model's."""
     core = engine(files, "plain", max_num_seqs=64, tensor_parallel_size=1)

@@ -17,6 +17,7 @@ import sametoken.engine.build as build
 from helpers.static_steps import in_steps
 from sametoken.config import EngineConfig
 from sametoken.engine.core import EngineCore
+from sametoken.layers.parallel import TensorParallel
 from sametoken.runner.stream import ImmediateStream, LaggingStream
 
 PATIENCE_S = 60.0
@@ -65,7 +66,7 @@ class Meeting:
             self._baton.acquire()
 
 
-class ThreadGroup:
+class ThreadGroup(TensorParallel):
     """``TensorParallel`` over threads."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:

@@ -1,10 +1,11 @@
-"""Collectives among the ranks of one machine: NCCL on GPUs, sockets on a CPU.
+"""Collectives among the ranks of one machine: on GPUs by kernels or NCCL, sockets on a CPU.
 
 They only move bytes: no library adds numbers, so the order of addition is fixed.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -16,6 +17,9 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import SametokenError
+from sametoken.layers.parallel import TensorParallel
+
+_log = logging.getLogger(__name__)
 
 _distributed: Any = torch.distributed
 
@@ -29,19 +33,8 @@ _ENDED = "another rank has ended"
 Opened = socket.socket | FileIO
 
 
-class ProcessGroup(Protocol):
+class ProcessGroup(TensorParallel, Protocol):
     """``TensorParallel`` over processes."""
-
-    rank: int
-    size: int
-
-    def gather(self, x: Tensor) -> Tensor:
-        """All-gather: [...] of every rank to [size, ...] in rank order."""
-        ...
-
-    def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's ``x``, in a new tensor."""
-        ...
 
     def abort(self) -> None:
         """End pending collectives that other ranks will never join; their results are invalid."""
@@ -66,24 +59,39 @@ def inherited(fd: int, device: torch.device) -> Opened:
     return FileIO(fd) if _is_gpu(device) else socket.socket(fileno=fd)
 
 
-def join(rank: int, size: int, device: torch.device, files: Sequence[Any]) -> ProcessGroup:
+def join(
+    rank: int, size: int, device: torch.device, files: Sequence[Any], *, by_kernels: bool = False
+) -> ProcessGroup:
     """Meet the other ranks.
 
     Args:
         rank, size: as in ``TensorParallel``.
         device: the tensors' device; a CUDA device must be the current one.
         files: rank 0's of ``meeting``, or the one that another rank has inherited.
+        by_kernels: on GPUs that reach each other's memory, not by NCCL.
     """
-    if _is_gpu(device):
-        return NcclGroup(rank, size, files[0])
-    return SocketGroup(rank, size, files)
+    if not _is_gpu(device):
+        return SocketGroup(rank, size, files)
+    (file,) = files
+    store = store_in(file, size)
+    return (by_kernels and _by_kernels(rank, size, store)) or NcclGroup(rank, size, store, file)
+
+
+def _by_kernels(rank: int, size: int, store: Any) -> ProcessGroup | None:
+    # They are Triton's, which a CPU's ranks do not import.
+    from sametoken.distributed.peer_group import peer_group
+
+    group = peer_group(rank, size, store)
+    if group is None:
+        _log.warning("GPUs do not reach each other's memory: NCCL copies between them")
+    return group
 
 
 def _is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-class SocketGroup:
+class SocketGroup(ProcessGroup):
     """Ranks on a CPU: rank 0 has a socket to each of the others and passes on what they send.
 
     Args:
@@ -99,7 +107,7 @@ class SocketGroup:
         self._sockets = sockets
 
     def gather(self, x: Tensor) -> Tensor:
-        """See ``ProcessGroup``."""
+        """See ``TensorParallel``."""
         out = x.new_empty((self.size, *x.shape))
         if not x.numel():
             return out
@@ -115,7 +123,7 @@ class SocketGroup:
         return out
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """See ``ProcessGroup``."""
+        """See ``TensorParallel``."""
         out = x.clone(memory_format=torch.contiguous_format)
         if x.numel() and self.rank:
             _receive(self._sockets[0], _bytes(out))
@@ -156,21 +164,21 @@ def store_in(file: FileIO, size: int) -> Any:
     return _distributed.FileStore(f"/proc/self/fd/{file.fileno()}", size)
 
 
-class NcclGroup:
+class NcclGroup(ProcessGroup):
     """Ranks on GPUs. Not torch's global group, so that one process can serve several engines.
 
     Args:
         rank, size: as in ``join``.
-        file: one for all ranks, empty at first, in which they find each other.
+        store, file: in which ranks find each other, and where it is.
     """
 
-    def __init__(self, rank: int, size: int, file: FileIO) -> None:
+    def __init__(self, rank: int, size: int, store: Any, file: FileIO) -> None:
         self.rank, self.size = rank, size
         # The store opens it again at each use.
         self._file = file
         options = _distributed.ProcessGroupNCCL.Options()
         options._timeout = _JOIN
-        self._group = _distributed.ProcessGroupNCCL(store_in(file, size), rank, size, options)
+        self._group = _distributed.ProcessGroupNCCL(store, rank, size, options)
         self._group._set_sequence_number_for_group()
         self._gathered = _distributed.distributed_c10d.AllgatherOptions()
         self._sent = _distributed.BroadcastOptions()
@@ -182,7 +190,7 @@ class NcclGroup:
         self._group._set_default_timeout(_UNLIMITED)
 
     def gather(self, x: Tensor) -> Tensor:
-        """See ``ProcessGroup``."""
+        """See ``TensorParallel``."""
         out = x.new_empty((self.size, *x.shape))
         if x.numel():
             flat = (one.contiguous().view(-1).view(torch.uint8) for one in (out, x))
@@ -190,7 +198,7 @@ class NcclGroup:
         return out
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """See ``ProcessGroup``."""
+        """See ``TensorParallel``."""
         out = x.clone(memory_format=torch.contiguous_format)
         if x.numel():
             self._finish(self._group.broadcast([out.view(-1).view(torch.uint8)], self._sent))

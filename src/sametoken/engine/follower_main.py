@@ -47,7 +47,11 @@ class FollowingRank(NoPeers):
             torch.cuda.set_device(enlist.rank)
         self.send(Present())
         self.parallel: TensorParallel = join(
-            enlist.rank, size, device, [inherited(meeting, device)]
+            enlist.rank,
+            size,
+            device,
+            [inherited(meeting, device)],
+            by_kernels=enlist.config.custom_all_reduce,
         )
 
     def reduce_min(self, number: int) -> int:

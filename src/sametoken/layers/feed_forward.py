@@ -81,7 +81,7 @@ class DividedExperts(Matrices):
     ) -> Tensor:
         """[T, hidden] -> [T, hidden] in the dtype of ``x``, the same bits on every rank."""
         part = self.experts(x, chosen, weights, torch.float32)
-        out = self.kernels.partial_sum(self.parallel.gather(part), x.dtype)
+        out = self.parallel.sum(self.kernels, part, x.dtype)
         return out if beside is None else out + beside
 
 

@@ -127,7 +127,7 @@ class RowParallelLinear:
 
     def _product(self, x: Tensor) -> Tensor:
         partial = self.weight.matmul(x, out_dtype=torch.float32)
-        return self.kernels.partial_sum(self.parallel.gather(partial), x.dtype, self.bias)
+        return self.parallel.sum(self.kernels, partial, x.dtype, self.bias)
 
     @property
     def nbytes(self) -> int:

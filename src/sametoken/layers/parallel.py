@@ -1,7 +1,7 @@
 """Tensor parallelism: copies between ranks, in rank order.
 
 Ranks only exchange copies. Sums over ranks are computed locally in a fixed order
-(``kernels.partial_sum``), so results do not depend on a communication library's algorithm.
+(``Kernels.partial_sum``), so results do not depend on a communication library's algorithm.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from sametoken.ops.backend import Kernels
 
 
 class TensorParallel(Protocol):
@@ -33,8 +35,14 @@ class TensorParallel(Protocol):
         """Rank 0's ``x``, on every rank."""
         ...
 
+    def sum(
+        self, kernels: Kernels, partial: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        """``Kernels.partial_sum`` of all ranks' [T, N] fp32: [T, N], the same bits on all."""
+        return kernels.partial_sum(self.gather(partial), dtype, bias)
 
-class Alone:
+
+class Alone(TensorParallel):
     """A single rank with the whole model; copies nothing."""
 
     rank = 0

@@ -97,10 +97,12 @@ disable_access_log_for_endpoints:
     /health, /ready and /metrics are never logged
 enable_auto_tool_choice/:
     requests with tools need no flag
+disable_custom_all_reduce/:
+    NCCL copies between ranks, unless --custom-all-reduce says otherwise
 additional_config:
     these settings are vLLM's own
 attention_backend moe_backend all2all_backend mamba_backend disable_cascade_attn/
-    disable_custom_all_reduce/ use_v2_block_manager/:
+    use_v2_block_manager/:
     one implementation serves each device
 mamba_block_size mamba_cache_mode disable_hybrid_kv_cache_manager/:
     recurrent state has memory of its own

@@ -188,8 +188,8 @@ def test_a_step_of_every_family_is_planned(tmp_path, name):
     assert peak <= planned + 2**20
 
 
-class Twins:
-    """``TensorParallel`` of a rank whose only other one says the same."""
+class Twins(TensorParallel):
+    """Of a rank whose only other one says the same."""
 
     rank, size = 0, 2
 

@@ -62,7 +62,7 @@ def _words(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _block(x: Tensor) -> int:
-    """Elements of a block: few where few programs would move all, which waits for one answer."""
+    """Elements of a block: smaller ones of small messages, so that more programs share those."""
     return BLOCK_BYTES // 4 if x.numel() > 2**18 else BLOCK_BYTES // 8
 
 

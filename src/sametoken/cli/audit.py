@@ -236,7 +236,6 @@ def audit(
 
     Exits with 0 only if everything is identical, with 1 if anything differs.
     """
-    from sametoken.audit.trainer_verdict import html_of_trainer, lines_of_trainer
     from sametoken.audit.verdict import html_of, lines_of
 
     if html is not None:
@@ -244,6 +243,8 @@ def audit(
     servers = _Servers(concurrency=concurrency, **take(options, _SERVERS))
     of_prompts, of_trainer = take(options, _PROMPTS), take(options, _TRAINER)
     if of_trainer["trainer"] is not None:
+        from sametoken.audit.trainer_verdict import html_of_trainer, lines_of_trainer
+
         _refuse_unread(context, _NOT_OF_TRAINERS, "is of no use with --trainer", "leave it out")
         config, limit = _config(model, options), of_prompts["limit"]
         of_rollouts = _audit_trainer(config, **of_trainer, limit=limit, concurrency=concurrency)

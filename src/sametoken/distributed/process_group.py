@@ -19,7 +19,7 @@ from torch import Tensor
 from sametoken.errors import SametokenError
 from sametoken.layers.parallel import TensorParallel
 
-_log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 _distributed: Any = torch.distributed
 
@@ -83,7 +83,7 @@ def _by_kernels(rank: int, size: int, store: Any) -> ProcessGroup | None:
 
     group = peer_group(rank, size, store)
     if group is None:
-        _log.warning("GPUs do not reach each other's memory: NCCL copies between them")
+        _logger.warning("GPUs do not reach each other's memory: NCCL copies between them")
     return group
 
 

@@ -139,10 +139,10 @@ class EngineConfig:
         "-tp",
         limits=(1, 64),
     )
-    custom_all_reduce: bool = option(
+    disable_custom_all_reduce: bool = option(
         False,
-        "ranks add partial sums in kernels that write into each other's memory (NVLink), not after "
-        "NCCL's copies; the same bits, not yet run between two GPUs",
+        "NCCL copies between ranks, also where kernels could write into another GPU's memory; "
+        "the same bits",
     )
     logprobs_mode: str = option(
         RAW_LOGPROBS,

@@ -32,12 +32,12 @@ ENGINE = {
     "kv_cache_dtype": "auto",
     "swap_space": 4.0,
     "tensor_parallel_size": 1,
+    "disable_custom_all_reduce": False,
     "load_format": "auto",
     "logprobs_mode": "raw_logprobs",
     "speculative_config": None,
 }
 OWN_ENGINE_OPTIONS = {
-    "custom_all_reduce",
     "lora_modules",
     "lora_experts",
     "fast_prompts_from",

@@ -19,7 +19,8 @@ _SAME = """
     max_model_len max_num_seqs max_num_batched_tokens block_size kv_cache_dtype
     kv_cache_memory_bytes gpu_memory_utilization num_gpu_blocks_override
     enable_prefix_caching enforce_eager
-    swap_space kv_offloading_size tensor_parallel_size speculative_config max_logprobs logprobs_mode
+    swap_space kv_offloading_size tensor_parallel_size disable_custom_all_reduce
+    speculative_config max_logprobs logprobs_mode
     enable_return_routed_experts lora_modules enable_lora max_loras max_lora_rank
     host port api_key served_model_name allowed_origins root_path ssl_certfile ssl_keyfile
     tool_call_parser reasoning_parser structured_outputs_config weight_transfer_config

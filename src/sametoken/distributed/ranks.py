@@ -294,7 +294,7 @@ class LeadingRank:
             for follower in self.followers:
                 follower.send(encode(Enlist(config, follower.rank)))
             self.collect(Present)
-            group = join(0, size, device, own, by_kernels=config.custom_all_reduce)
+            group = join(0, size, device, own, by_kernels=not config.disable_custom_all_reduce)
         except BaseException:
             self.stop()
             raise

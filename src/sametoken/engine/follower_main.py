@@ -51,7 +51,7 @@ class FollowingRank(NoPeers):
             size,
             device,
             [inherited(meeting, device)],
-            by_kernels=enlist.config.custom_all_reduce,
+            by_kernels=not enlist.config.disable_custom_all_reduce,
         )
 
     def reduce_min(self, number: int) -> int:

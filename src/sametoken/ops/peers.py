@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-#: Bytes of a block: 1,024 fp32 for 128 threads, twice.
+#: Bytes of a block: 2,048 fp32, by 256 threads.
 BLOCK_BYTES = 8192
 #: Bytes from one flag to the next, each in a sector of its own.
 FLAG_BYTES = 32

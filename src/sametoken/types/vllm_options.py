@@ -97,8 +97,6 @@ disable_access_log_for_endpoints:
     /health, /ready and /metrics are never logged
 enable_auto_tool_choice/:
     requests with tools need no flag
-disable_custom_all_reduce/:
-    NCCL copies between ranks, unless --custom-all-reduce says otherwise
 additional_config:
     these settings are vLLM's own
 attention_backend moe_backend all2all_backend mamba_backend disable_cascade_attn/

@@ -27,6 +27,7 @@ from sametoken.engine.shared_weights import FollowingWeights, LoadAdapter
 from sametoken.engine.weights import Weights
 from sametoken.errors import EngineDeadError, SametokenError
 from sametoken.io.child_process import Failure, Inbox, send, take_socket
+from sametoken.io.garbage import exempt_objects
 from sametoken.layers.parallel import TensorParallel
 from sametoken.runner.runner import Runner
 from sametoken.runner.stream import CudaStream, ImmediateStream, Stream
@@ -131,7 +132,9 @@ def main(fd: int, meeting: int) -> int:
     enlist: Enlist = inbox.read_first()
     try:
         rank = FollowingRank(enlist, sock, inbox, meeting)
-        rank.follow(*build_follower(enlist.config, rank))
+        built = build_follower(enlist.config, rank)
+        exempt_objects()
+        rank.follow(*built)
     except SametokenError as error:
         send(sock, Failure(error))
     except Exception as error:

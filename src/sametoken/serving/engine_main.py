@@ -19,6 +19,7 @@ from sametoken.engine.core import EngineCore
 from sametoken.engine.summary import summarise
 from sametoken.errors import EngineDeadError, SametokenError, StructuredOutputError
 from sametoken.io.child_process import Failure, Inbox, Outbox, take_socket
+from sametoken.io.garbage import exempt_objects
 from sametoken.serving.control import Control
 from sametoken.serving.messages import (
     Announcement,
@@ -266,6 +267,7 @@ def run(inbox: Inbox, outbox: Outbox) -> None:
     engine = launch.build(launch.config, lambda text: outbox.put(Announcement(text)))
     # As a message, so that it also wakes an idle loop.
     engine.peers.when_lost(lambda cause: inbox.put(Failure(cause)))
+    exempt_objects()
     outbox.put(Ready(summarise(engine.resolved), engine.scheduler.limits))
     control = Control(engine, inbox.put, outbox.put)
     loop = EngineLoop(engine, outbox, Preparation(inbox.put), control)

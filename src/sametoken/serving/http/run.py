@@ -12,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from sametoken.config import EngineConfig
+from sametoken.io.garbage import exempt_objects
 from sametoken.serving.async_llm import AsyncLLM
 from sametoken.serving.http.app import create_app
 from sametoken.serving.http.config import ServerConfig
@@ -151,6 +152,7 @@ async def _serve(
         server = DrainingServer(create_app(engine, config), engine, config)
         where = address_of(listener, config)
         _logger.info("serving %s at %s", engine.resolved.model, where)
+        exempt_objects()
         # In the background: no request waits for it.
         background = [asyncio.create_task(engine.start_grammar_trials())]
         if not config.disable_log_stats:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 from configs import EngineArgs
@@ -184,37 +184,34 @@ class Sametoken:
         }
 
 
-def _weights_as_ours() -> Callable[[Any], None]:
-    """A change of vLLM's random weights to the distributions of ours, in place.
+def weights_as_ours(model: Any) -> None:
+    """Change vLLM's random weights to the distributions of ours, in place.
 
     Its own are at most 0.001. In float8 they are zeros, and packed integers are what memory held:
     products of zeros draw less power, so a chip at its power limit is faster. Of routers they are
     next to equal: all rows would choose the same few experts, and a step would read few of them.
+    Its workers look it up by its name.
     """
+    import torch
 
-    def change(model: Any) -> None:
-        import torch
-
-        for name, tensor in model.state_dict().items():
-            if name.endswith("weight_packed"):
-                bits = torch.iinfo(tensor.dtype)
-                tensor.random_(bits.min, bits.max)
-            elif "norm" in name and tensor.dim() == 1:
-                tensor.fill_(1)
-            elif name.endswith("e_score_correction_bias"):
-                tensor.zero_()
-            elif name.endswith("weight_scale"):
-                tensor.fill_(1 if ".gate." in name else 1e-3)
-            elif tensor.is_floating_point() and tensor.dim() > 1:
-                size = 1e-3
-                if name.endswith((".gate.weight", ".router.weight")):
-                    size = tensor.shape[1] ** -0.5
-                elif tensor.itemsize == 1 or "embed_tokens" in name or "lm_head" in name:
-                    size = 1
-                values = torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
-                tensor.copy_(values.normal_(0, size))
-
-    return change
+    for name, tensor in model.state_dict().items():
+        if name.endswith("weight_packed"):
+            bits = torch.iinfo(tensor.dtype)
+            tensor.random_(bits.min, bits.max)
+        elif "norm" in name and tensor.dim() == 1:
+            tensor.fill_(1)
+        elif name.endswith("e_score_correction_bias"):
+            tensor.zero_()
+        elif name.endswith("weight_scale"):
+            tensor.fill_(1 if ".gate." in name else 1e-3)
+        elif tensor.is_floating_point() and tensor.dim() > 1:
+            size = 1e-3
+            if name.endswith((".gate.weight", ".router.weight")):
+                size = tensor.shape[1] ** -0.5
+            elif tensor.itemsize == 1 or "embed_tokens" in name or "lm_head" in name:
+                size = 1
+            values = torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
+            tensor.copy_(values.normal_(0, size))
 
 
 def _random_mxfp4_experts() -> None:
@@ -273,7 +270,7 @@ class VLLM:
             # Its engine's process is forked from this one.
             _random_mxfp4_experts()
         self._llm = LLM(**(options | engine_args.more))
-        self._llm.apply_model(_weights_as_ours())
+        self._llm.apply_model(weights_as_ours)
         self._engine = self._llm.llm_engine
         self._has_drafts = k > 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import json
 import os
@@ -199,9 +200,11 @@ def write_whole(path: Path, lines: Iterable[bytes]) -> None:
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "make room there" if is_full else "make it writable"
     return ConfigError(
         f"{path} cannot be used ({in_words(error)})",
-        "make room there, or choose another output; the same command resumes the run",
+        f"{remedy}, or choose another output; the same command resumes the run",
     )
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -169,3 +170,15 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_whole(path, lines())
     assert path.read_bytes() == b"old\nlines\n"
+
+
+@pytest.mark.parametrize(
+    ("fault", "remedy"), [(errno.ENOSPC, "make room there"), (errno.EACCES, "make it writable")]
+)
+def test_the_remedy_is_that_of_the_fault(tmp_path, monkeypatch, fault, remedy):
+    def sync(directory):
+        raise OSError(fault, os.strerror(fault))
+
+    monkeypatch.setattr(module, "sync", sync)
+    with pytest.raises(ConfigError, match=remedy):
+        write_whole(tmp_path / "out", [b"lines"])

@@ -77,6 +77,16 @@ class NoDrafter:
         return Drafts(draft_ids, num_drafts)
 
 
+class DrafterAround:
+    """A drafter that has the KV of another one, ``inner``, and calls it."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.kv_caches = inner.kv_caches
+        self.lookahead_slots = inner.lookahead_slots
+        self.lookahead_tokens = inner.lookahead_tokens
+        self._inner = inner
+
+
 def drafts_of(context: DraftContext, chains: Chains, tokens: list[Tensor]) -> Drafts:
     """Drafts with ``tokens[i]`` as i-th tokens of the chains; none for other requests.
 

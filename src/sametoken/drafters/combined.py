@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from sametoken.drafters.base import Drafter, Drafts
+from sametoken.drafters.base import Drafter, DrafterAround, Drafts
 from sametoken.drafters.context import DraftContext
 from sametoken.layers.parallel import TensorParallel
-from sametoken.state.caches import ModelCache
 
 
-class CascadeDrafter:
+class CascadeDrafter(DrafterAround):
     """Lookup drafts where they exist, a model's elsewhere; chosen per request on the device.
 
     The model's drafter sees a request with a match as one that does not sample: it computes the
@@ -25,18 +24,15 @@ class CascadeDrafter:
     """
 
     def __init__(self, lookup: Drafter, model: Drafter) -> None:
+        super().__init__(model)
         self._lookup = lookup
-        self._model = model
-        self.kv_caches: tuple[ModelCache, ...] = model.kv_caches
-        self.lookahead_slots = model.lookahead_slots
-        self.lookahead_tokens = model.lookahead_tokens
 
     def propose(self, context: DraftContext) -> Drafts:
         """The lookup's drafts where it has any, the model's elsewhere."""
         first = self._lookup.propose(context)
         found = first.num_drafts > 0
         left = replace(context.x, samples=context.samples & ~found)
-        second = self._model.propose(replace(context, x=left))
+        second = self._inner.propose(replace(context, x=left))
         missing = first.draft_ids.shape[1] - second.draft_ids.shape[1]
         padded = torch.nn.functional.pad(second.draft_ids, (0, missing))
         return Drafts(
@@ -45,7 +41,7 @@ class CascadeDrafter:
         )
 
 
-class SharedDrafter:
+class SharedDrafter(DrafterAround):
     """Broadcasts rank 0's drafts to every rank.
 
     Args:
@@ -54,10 +50,7 @@ class SharedDrafter:
     """
 
     def __init__(self, inner: Drafter, parallel: TensorParallel) -> None:
-        self.kv_caches: tuple[ModelCache, ...] = inner.kv_caches
-        self.lookahead_slots = inner.lookahead_slots
-        self.lookahead_tokens = inner.lookahead_tokens
-        self._inner = inner
+        super().__init__(inner)
         self._parallel = parallel
 
     def propose(self, context: DraftContext) -> Drafts:

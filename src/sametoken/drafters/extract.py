@@ -8,11 +8,18 @@ from typing import Protocol
 from torch import Tensor
 
 from sametoken.config import SpeculativeConfig
-from sametoken.drafters.base import Drafter, Drafts, LoadedDrafter, NoDrafter, Placement
+from sametoken.drafters.base import (
+    Drafter,
+    DrafterAround,
+    Drafts,
+    LoadedDrafter,
+    NoDrafter,
+    Placement,
+)
 from sametoken.drafters.context import DraftContext
 from sametoken.errors import ConfigError
 from sametoken.models.base import CausalLM
-from sametoken.state.caches import ModelCache
+from sametoken.types.speculative_methods import default_aux_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,7 @@ class RowSink(Protocol):
         ...
 
 
-class ExtractDrafter:
+class ExtractDrafter(DrafterAround):
     """Passes a step's committed rows to a sink, then calls another drafter.
 
     The rows are the context's live rows, positions ``num_computed .. end - 1``; rejected
@@ -58,10 +65,7 @@ class ExtractDrafter:
     """
 
     def __init__(self, inner: Drafter, sink: RowSink) -> None:
-        self.kv_caches: tuple[ModelCache, ...] = inner.kv_caches
-        self.lookahead_slots = inner.lookahead_slots
-        self.lookahead_tokens = inner.lookahead_tokens
-        self._inner = inner
+        super().__init__(inner)
         self._sink = sink
 
     def propose(self, context: DraftContext) -> Drafts:
@@ -87,8 +91,7 @@ def extracted_layers(spec: SpeculativeConfig, num_layers: int) -> tuple[int, ...
     Raises:
         ConfigError: a layer does not exist.
     """
-    requested = spec.eagle_aux_hidden_state_layer_ids
-    layers = requested or (2, num_layers // 2, num_layers - 3)
+    layers = spec.eagle_aux_hidden_state_layer_ids or default_aux_layers(num_layers)
     if not all(0 <= layer <= num_layers for layer in layers):
         raise ConfigError(
             f"states of layers {layers} cannot be kept: the model has {num_layers} layers",

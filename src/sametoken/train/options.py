@@ -10,6 +10,7 @@ from sametoken.config import option
 from sametoken.errors import ConfigError
 from sametoken.models.load.settings import MAX_EXPERTS
 from sametoken.types.option_values import listed
+from sametoken.types.speculative_methods import default_aux_layers
 
 MAX_SEED = 2**31 - 1
 DTYPES = ("auto", "bfloat16", "float32")
@@ -144,7 +145,7 @@ class Eagle3Options:
             ConfigError: they are not three numbers.
         """
         if self.aux_layers is None:
-            return (2, num_layers // 2, num_layers - 3)
+            return default_aux_layers(num_layers)
         parts = self.aux_layers.split(",")
         if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
             raise ConfigError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 
 MAX_SPECULATIVE_TOKENS = 64
 
@@ -57,47 +58,29 @@ class Method:
 #: The method that records hidden states and drafts nothing.
 EXTRACT = "extract_hidden_states"
 _DRAFTERS, _HEADS = "sametoken.drafters", "sametoken.models.heads"
-_HEAD = f"{_DRAFTERS}.heads:load"
 _NEEDED, _SHIPPED = Checkpoint.REQUIRED, Checkpoint.OPTIONAL
+_head = partial(Method, Kind.HEAD, f"{_DRAFTERS}.heads:load")
 
 # vLLM requires k = 1 for extraction, which proposes no drafts.
 TABLE: dict[str, Method] = {
     "ngram": Method(Kind.LOOKUP, f"{_DRAFTERS}.ngram:load", num_tokens=8),
     "suffix": Method(Kind.LOOKUP, f"{_DRAFTERS}.suffix:load"),
     "draft_model": Method(Kind.MODEL, f"{_DRAFTERS}.draft_model:load", _NEEDED, num_tokens=4),
-    "eagle": Method(
-        Kind.HEAD,
-        _HEAD,
-        _NEEDED,
-        head=f"{_HEADS}.eagle:Eagle1Checkpoint",
-        architectures=("eagle",),
-    ),
-    "eagle3": Method(
-        Kind.HEAD,
-        _HEAD,
-        _SHIPPED,
-        head=f"{_HEADS}.eagle3:Eagle3Checkpoint",
-        architectures=("eagle3",),
-    ),
-    "mtp": Method(
-        Kind.HEAD,
-        _HEAD,
+    "eagle": _head(_NEEDED, head=f"{_HEADS}.eagle:Eagle1Checkpoint", architectures=("eagle",)),
+    "eagle3": _head(_SHIPPED, head=f"{_HEADS}.eagle3:Eagle3Checkpoint", architectures=("eagle3",)),
+    "mtp": _head(
         num_tokens=3,
         limits=(1, 8),
         head=f"{_HEADS}.own_module:open_module",
         architectures=("mtp", "nextn"),
     ),
-    "medusa": Method(
-        Kind.HEAD,
-        _HEAD,
+    "medusa": _head(
         _NEEDED,
         head=f"{_HEADS}.medusa:MedusaCheckpoint",
         architectures=("medusa",),
         own_k=("num_heads", "medusa_num_heads"),
     ),
-    "mlp_speculator": Method(
-        Kind.HEAD,
-        _HEAD,
+    "mlp_speculator": _head(
         _NEEDED,
         head=f"{_HEADS}.mlp_speculator:MLPSpeculatorCheckpoint",
         architectures=("mlpspeculator",),
@@ -118,3 +101,8 @@ CASCADED = _of(Kind.MODEL, Kind.HEAD)
 DRAFTING = (*LOOKUPS, *CASCADED)
 WITHOUT_MODEL = tuple(name for name, one in TABLE.items() if one.checkpoint is Checkpoint.NONE)
 WITH_MODEL = tuple(name for name in TABLE if name not in WITHOUT_MODEL)
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """The layers of a target whose inputs EAGLE-3 reads, if nothing names others."""
+    return 2, num_layers // 2, num_layers - 3

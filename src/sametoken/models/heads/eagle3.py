@@ -90,6 +90,7 @@ from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.backend import AttentionRows, KeptRows
 from sametoken.ops.cache_types import PagedKV
 from sametoken.state.caches import ModelCache
+from sametoken.types.speculative_methods import default_aux_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,10 +307,10 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
 
     def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """Layers of the target, in the order of ``fc``'s input."""
-        n, ids = num_target_layers, self.config.aux_layer_ids
+        ids = self.config.aux_layer_ids
         if ids is None:
-            ids = (2, n // 2, n - 3)
-        require_layers(ids, n)
+            ids = default_aux_layers(num_target_layers)
+        require_layers(ids, num_target_layers)
         return ids
 
     def caches(self, dtype: torch.dtype) -> tuple[PagedKV, ...]:

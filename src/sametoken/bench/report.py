@@ -114,36 +114,24 @@ def summarise(
     concurrency: int, runs: Sequence[Run], traffic: Traffic, bandwidth: Bandwidth
 ) -> Summary:
     """Summarize one or more runs at the same concurrency."""
-    numbers = tuple(_numbers(run) for run in runs)
-    requests = [request for run in runs for request in run.requests]
-    ttft, tpot = _ttft(requests), _tpot(requests)
+    numbers = tuple(_numbers([run]) for run in runs)
+    together = _numbers(runs)
     steady = [pair for run in runs for pair in run.steady_steps()]
-    times = [1e3 * seconds for seconds, _ in steady]
-    median = statistics.median(times) if times else None
     floor = _floor([step for _, step in steady], traffic, bandwidth)
-    steady_tokens = sum(step.num_tokens for _, step in steady)
-    seconds, num_tokens = sum(n.seconds for n in numbers), sum(n.num_tokens for n in numbers)
-    speculation = sum((run.speculation for run in runs), SpeculationMetrics())
+    num_tokens = sum(step.num_tokens for _, step in steady)
+    num_requests = sum(step.num_requests for _, step in steady)
+    milliseconds = sum(1e3 * seconds for seconds, _ in steady)
+    speculation = _speculation(runs)
+    median = together.step_median
     return Summary(
+        **asdict(together),
         concurrency=concurrency,
-        num_requests=len(requests),
-        num_tokens=num_tokens,
-        seconds=seconds,
-        tokens_per_second=num_tokens / seconds,
+        num_requests=sum(len(run.requests) for run in runs),
         best_tokens_per_second=max(n.tokens_per_second for n in numbers),
-        decode_tokens_per_second=1e3 * steady_tokens / sum(times) if times else None,
-        ttft_mean=statistics.fmean(ttft),
-        ttft_median=statistics.median(ttft),
-        ttft_p99=percentile(ttft, 99),
-        tpot_mean=statistics.fmean(tpot) if tpot else None,
-        tpot_median=statistics.median(tpot) if tpot else None,
-        num_steps=len(times),
-        step_median=median,
-        step_p99=percentile(times, 99) if times else None,
-        tokens_per_step=steady_tokens / sum(step.num_requests for _, step in steady)
-        if steady
-        else None,
-        acceptance_length=_acceptance_length(speculation),
+        decode_tokens_per_second=1e3 * num_tokens / milliseconds if steady else None,
+        ttft_mean=statistics.fmean(_ttft(runs)),
+        num_steps=len(steady),
+        tokens_per_step=num_tokens / num_requests if steady else None,
         acceptance_per_position=speculation.acceptance_per_position,
         speculation=speculation,
         floor=floor,
@@ -153,21 +141,26 @@ def summarise(
     )
 
 
-def _numbers(run: Run) -> RunNumbers:
-    num_tokens = sum(request.num_emitted for request in run.requests)
-    ttft, tpot = _ttft(run.requests), _tpot(run.requests)
-    steps = [1e3 * seconds for seconds, _ in run.steady_steps()]
+def _numbers(runs: Sequence[Run]) -> RunNumbers:
+    """The numbers of runs together."""
+    requests = [request for run in runs for request in run.requests]
+    num_tokens = sum(request.num_emitted for request in requests)
+    seconds = sum(run.seconds for run in runs)
+    ttft = _ttft(runs)
+    tpot = [1e3 * t for one in requests if (t := one.time_per_output_token) is not None]
+    steps = [1e3 * seconds for run in runs for seconds, _ in run.steady_steps()]
+    speculation = _speculation(runs)
     return RunNumbers(
-        seconds=run.seconds,
+        seconds=seconds,
         num_tokens=num_tokens,
-        tokens_per_second=num_tokens / run.seconds,
+        tokens_per_second=num_tokens / seconds,
         ttft_median=statistics.median(ttft),
         ttft_p99=percentile(ttft, 99),
         tpot_mean=statistics.fmean(tpot) if tpot else None,
         tpot_median=statistics.median(tpot) if tpot else None,
         step_median=statistics.median(steps) if steps else None,
         step_p99=percentile(steps, 99) if steps else None,
-        acceptance_length=_acceptance_length(run.speculation),
+        acceptance_length=speculation.acceptance_length if speculation.num_draft_tokens else None,
     )
 
 
@@ -176,16 +169,12 @@ def _times(index: int, run: Run, request: RequestRecord) -> RequestTimes:
     return RequestTimes(index, arrival, first, last, request.prompt_len, request.num_emitted)
 
 
-def _ttft(requests: Sequence[RequestRecord]) -> list[float]:
-    return [1e3 * request.time_to_first_token for request in requests]
+def _ttft(runs: Sequence[Run]) -> list[float]:
+    return [1e3 * request.time_to_first_token for run in runs for request in run.requests]
 
 
-def _tpot(requests: Sequence[RequestRecord]) -> list[float]:
-    return [1e3 * t for request in requests if (t := request.time_per_output_token) is not None]
-
-
-def _acceptance_length(speculation: SpeculationMetrics) -> float | None:
-    return speculation.acceptance_length if speculation.num_draft_tokens else None
+def _speculation(runs: Sequence[Run]) -> SpeculationMetrics:
+    return sum((run.speculation for run in runs), SpeculationMetrics())
 
 
 def _floor(steps: Sequence[StepRecord], traffic: Traffic, bandwidth: Bandwidth) -> float | None:

@@ -69,7 +69,7 @@ class NamedSource:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedAsStored:
+class NamedAsStored(Quantization):
     """``Quantization`` of a head, whose config names modules as its file does."""
 
     formats: Quantization
@@ -82,12 +82,6 @@ class NamedAsStored:
         if not any(name.startswith(f"{stored}.") for name in source.stored.names()):
             return None
         return self.formats.format_of(stored, source.stored)
-
-    def format_of_table(self, module: str, source: TensorSource) -> None:
-        """None: embeddings stay in floats."""
-
-    def stack_of(self, stack: str, source: TensorSource) -> None:
-        """None: no such head has experts."""
 
 
 def with_prefix(source: TensorSource, prefix: str) -> NamedSource:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from sametoken.models.load.linear_format import LinearFormat
+from sametoken.models.load.linear_format import LinearFormat, Quantization
 from sametoken.models.load.mxfp4 import Mxfp4Stack
 from sametoken.models.load.sources import TensorSource
 
@@ -38,7 +38,7 @@ class Targeted:
 
 
 @dataclass(frozen=True, slots=True)
-class ByTarget:
+class ByTarget(Quantization):
     """``Quantization`` by the names of modules: the closest target decides, then the first.
 
     Attributes:
@@ -65,12 +65,6 @@ class ByTarget:
         excepted = self.ignored.rank(module) < 3 or group.rank(module) == 3
         return None if excepted else group.format
 
-    def format_of_table(self, module: str, source: TensorSource) -> None:
-        """None: embeddings and heads stay in floats."""
-
-    def stack_of(self, stack: str, source: TensorSource) -> None:
-        """None: these formats store experts one by one."""
-
 
 def all_stored(linear: LinearFormat, besides: tuple[re.Pattern[str], ...]) -> ByTarget:
     """One format for every linear that is stored in it, ``besides`` some."""
@@ -79,7 +73,7 @@ def all_stored(linear: LinearFormat, besides: tuple[re.Pattern[str], ...]) -> By
 
 
 @dataclass(frozen=True, slots=True)
-class StackedExperts:
+class StackedExperts(Quantization):
     """``Quantization`` of stacked experts alone.
 
     Attributes:
@@ -89,12 +83,6 @@ class StackedExperts:
 
     format: Mxfp4Stack
     ignored: Targeted
-
-    def format_of(self, module: str, source: TensorSource) -> None:
-        """None: linears are unquantized."""
-
-    def format_of_table(self, module: str, source: TensorSource) -> None:
-        """None: embeddings and heads stay in floats."""
 
     def stack_of(self, stack: str, source: TensorSource) -> Mxfp4Stack | None:
         """See ``Quantization``."""

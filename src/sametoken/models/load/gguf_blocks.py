@@ -18,6 +18,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
+from sametoken.models.load.linear_format import Quantization
 from sametoken.models.load.mxfp4 import require_scales
 from sametoken.models.load.sources import TensorSource, require_finite
 from sametoken.models.load.weights import Part, WeightReader
@@ -29,15 +30,23 @@ from sametoken.ops.weight import Int4Matrix, IntegerMatrix, UnquantizedWeight, W
 _GROUPS, _WIDTH = 8, 32
 
 
-@dataclass(frozen=True, slots=True)
-class BlockFormat:
-    """``TableFormat`` of matrices in blocks of integers, of one type."""
-
-    type: GGMLQuantizationType
+class _InBlocks:
+    __slots__ = ()
 
     def covers(self, source: TensorSource, module: str) -> bool:
         """See ``LinearFormat``."""
         return f"{module}.weight" in source.names()
+
+    def expanded(self, reader: WeightReader, in_features: int, part: Part) -> Tensor:
+        """See ``LinearFormat``."""
+        return reader.filled((_weight_of(part),), (in_features,), torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat(_InBlocks):
+    """``TableFormat`` of matrices in blocks of integers, of one type."""
+
+    type: GGMLQuantizationType
 
     def read(
         self, reader: WeightReader, in_features: int, parts: tuple[Part, ...]
@@ -49,18 +58,10 @@ class BlockFormat:
                 require_finite(values, _weight_of(parts[0]).name, reader.source)
         return reader.kernels.pack_integers(matrix, reader.dtype)
 
-    def expanded(self, reader: WeightReader, in_features: int, part: Part) -> Tensor:
-        """See ``LinearFormat``."""
-        return reader.filled((_weight_of(part),), (in_features,), torch.float32)
-
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4Blocks:
+class Mxfp4Blocks(_InBlocks):
     """``LinearFormat`` of matrices in blocks of MXFP4."""
-
-    def covers(self, source: TensorSource, module: str) -> bool:
-        """See ``LinearFormat``."""
-        return f"{module}.weight" in source.names()
 
     def read(self, reader: WeightReader, in_features: int, parts: tuple[Part, ...]) -> Weight:
         """See ``LinearFormat``."""
@@ -71,13 +72,9 @@ class Mxfp4Blocks:
         scale = scales.flatten(1).contiguous().view(torch.float8_e8m0fnu)
         return reader.kernels.pack_int4(Int4Matrix(values, scale, None), reader.dtype)
 
-    def expanded(self, reader: WeightReader, in_features: int, part: Part) -> Tensor:
-        """See ``LinearFormat``."""
-        return reader.filled((_weight_of(part),), (in_features,), torch.float32)
-
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class Blocks(Quantization):
     """``Quantization`` of a GGUF file.
 
     Attributes:
@@ -100,9 +97,6 @@ class Blocks:
         if self.types.get(f"{module}.weight") == GGMLQuantizationType.MXFP4:
             return Mxfp4Blocks()
         return self.format_of_table(module, source)
-
-    def stack_of(self, stack: str, source: TensorSource) -> None:
-        """None: experts are read one by one."""
 
     def format_of_table(self, module: str, source: TensorSource) -> BlockFormat | None:
         """See ``Quantization``."""

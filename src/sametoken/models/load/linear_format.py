@@ -61,33 +61,23 @@ class StackFormat(Protocol):
         ...
 
 
-class Quantization(Protocol):
-    """The formats of a checkpoint's matrices, and of its experts where they are stacked."""
+class Quantization:
+    """The formats of a checkpoint's matrices, and of its experts where they are stacked.
+
+    Of this class itself there are none.
+    """
 
     def format_of(self, module: str, source: TensorSource) -> LinearFormat | None:
         """The format of a linear, by its name without ``.weight``; None: unquantized."""
-        ...
+        return None
 
     def format_of_table(self, module: str, source: TensorSource) -> TableFormat | None:
         """The same of an embedding or a head."""
-        ...
+        return None
 
     def stack_of(self, stack: str, source: TensorSource) -> StackFormat | None:
         """The format of stacked experts, by the name of their tensor; None: unquantized."""
-        ...
-
-
-class _Unquantized:
-    """``Quantization`` of a checkpoint without one."""
-
-    def format_of(self, module: str, source: TensorSource) -> None:
-        return None
-
-    def format_of_table(self, module: str, source: TensorSource) -> None:
-        return None
-
-    def stack_of(self, stack: str, source: TensorSource) -> None:
         return None
 
 
-UNQUANTIZED = _Unquantized()
+UNQUANTIZED = Quantization()

@@ -236,18 +236,15 @@ class DifferentiableKernels:
     ) -> Tensor:
         """See ``Kernels.rope_and_cache``; keys and values are also kept with their gradients."""
         assert isinstance(kv, RecordedKV)
-
         weights = () if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight)
 
-        def norm_of(both: tuple[Tensor, ...]) -> QKNorm | None:
-            return QKNorm(both[0], both[1], qk_norm.eps) if qk_norm else None
-
         def run(qkv: Tensor, *both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            q = self._kernels.rope_and_cache(qkv, shape, rotary, rows, kv, norm_of(both))
+            q = self._kernels.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm)
             return q, *kv.read()
 
         def formula(qkv: Tensor, *both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return normed_and_rotated(qkv, shape, rotary, rows.positions, norm_of(both))
+            norm = None if qk_norm is None else QKNorm(both[0], both[1], qk_norm.eps)
+            return normed_and_rotated(qkv, shape, rotary, rows.positions, norm)
 
         q: Tensor
         q, *kv.written[:] = recomputed(run, formula, qkv, *weights)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sametoken.bench.datasets import load_dataset
 from sametoken.errors import ConfigError, UnsupportedError
-from sametoken.types.option_values import closest, listed
+from sametoken.types.option_values import closest, listed, option
 
 if TYPE_CHECKING:
     from sametoken.engine.unloaded import UnloadedModel
@@ -53,30 +53,24 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class EvalSettings:
+class TaskOptions:
     """The tasks to evaluate, and how.
 
     Attributes:
         tasks: ``gsm8k``, whose questions ship with the package, or tasks of lm-eval, which
             downloads their data.
-        path: other questions for ``gsm8k``: JSON lines with question and answer.
-        limit: maximum number of questions per task.
-        num_fewshot: few-shot examples; None uses the task's number.
-        max_tokens: maximum answer length; None uses the task's.
-        chat: apply the chat template.
-        lora_request: the name of the adapter that answers; None: the model itself.
 
     Raises:
         ConfigError: a path without ``gsm8k``, or a number that is too small.
     """
 
     tasks: tuple[str, ...]
-    path: Path | None = None
-    limit: int | None = None
-    num_fewshot: int | None = None
-    max_tokens: int | None = None
-    chat: bool = False
-    lora_request: str | None = None
+    path: Path | None = option(None, "gsm8k: JSON lines with question and answer")
+    limit: int | None = option(None, "maximum number of questions per task")
+    num_fewshot: int | None = option(None, "number of few-shot examples [default: the task's]")
+    max_tokens: int | None = option(None, "maximum tokens per answer [default: the task's]")
+    chat: bool = option(False, "apply the chat template")
+    lora_request: str | None = option(None, "adapter of --lora-modules that answers, by its name")
 
     def __post_init__(self) -> None:
         if self.path is not None and GSM8K not in self.tasks:
@@ -97,7 +91,7 @@ def require_harness() -> None:
         raise UnsupportedError("lm-eval is not installed", "pip install 'sametoken[eval]'")
 
 
-def require_usable(model: UnloadedModel, settings: EvalSettings) -> None:
+def require_usable(model: UnloadedModel, settings: TaskOptions) -> None:
     """Refuse a model that cannot answer as the settings say, before it is loaded.
 
     Raises:
@@ -115,7 +109,7 @@ def require_usable(model: UnloadedModel, settings: EvalSettings) -> None:
         )
 
 
-def evaluate(llm: LLM, tasks: Any, settings: EvalSettings, *, plain: bool = False) -> Evaluation:
+def evaluate(llm: LLM, tasks: Any, settings: TaskOptions, *, plain: bool = False) -> Evaluation:
     """Run lm-eval tasks.
 
     Args:
@@ -149,7 +143,7 @@ def evaluate(llm: LLM, tasks: Any, settings: EvalSettings, *, plain: bool = Fals
     )
 
 
-def load_tasks(settings: EvalSettings) -> Any:
+def load_tasks(settings: TaskOptions) -> Any:
     """Load lm-eval's tasks and their data, and set their number of few-shot examples.
 
     Raises:

@@ -6,38 +6,25 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sametoken.bench import accuracy
 from sametoken.cli.options import AsJson, engine_options, options_of, take, with_options
 from sametoken.cli.report import status_console
-from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig, option
+from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
 from sametoken.errors import ConfigError
 from sametoken.types.lora_modules import require_adapter
 
 if TYPE_CHECKING:
-    from sametoken.bench.accuracy import EvalSettings
     from sametoken.llm import LLM
 
 BELOW = 1
+_TASK = options_of(accuracy.TaskOptions, ("tasks",))
 
 
-@dataclass(frozen=True, slots=True)
-class _TaskOptions:
-    """Options that are fields of ``sametoken.bench.accuracy.EvalSettings``."""
-
-    path: Path | None = option(None, "gsm8k: JSON lines with question and answer")
-    limit: int | None = option(None, "maximum number of questions per task")
-    num_fewshot: int | None = option(None, "number of few-shot examples [default: the task's]")
-    max_tokens: int | None = option(None, "maximum tokens per answer [default: the task's]")
-    chat: bool = option(False, "apply the chat template")
-    lora_request: str | None = option(None, "adapter of --lora-modules that answers, by its name")
-
-
-@with_options(options_of(_TaskOptions), engine_options())
+@with_options(_TASK, engine_options())
 def evaluate(
     task: Annotated[
         str, typer.Argument(help="gsm8k, or a list of lm-eval's tasks, as in gsm8k,hellaswag")
@@ -64,21 +51,13 @@ def evaluate(
     gsm8k uses the eight few-shot examples of lm-eval's gsm8k_cot; its questions ship with the
     package. Data of other tasks is downloaded from the Hugging Face hub.
     """
-    from sametoken.bench.accuracy import (
-        EvalSettings,
-        load_tasks,
-        require_harness,
-        require_higher_is_better,
-        require_metric,
-        require_usable,
-    )
     from sametoken.engine.unloaded import UnloadedModel
     from sametoken.llm import LLM
 
-    require_harness()
+    accuracy.require_harness()
     if min_score is not None and not 0 <= min_score <= 1:
         raise ConfigError(f"min_score={min_score} is not possible", "use a number from 0 to 1")
-    settings = EvalSettings(tuple(task.split(",")), **take(options, _TaskOptions))
+    settings = accuracy.TaskOptions(tuple(task.split(",")), **take(options, _TASK))
     if compare_plain and options["speculative_config"] is None:
         raise ConfigError("there is no speculation to compare", "give --speculative-config")
     # Before the model is looked at: options, tasks and their data.
@@ -86,13 +65,13 @@ def evaluate(
     require_adapter(config.lora_modules, settings.lora_request)
     status = status_console(markup=False)
     status.print(f"loading the data of {task}")
-    tasks = load_tasks(settings)
+    tasks = accuracy.load_tasks(settings)
     if metric is not None:
-        require_metric(tasks, metric)
+        accuracy.require_metric(tasks, metric)
     if min_score is not None:
-        require_higher_is_better(tasks, metric)
+        accuracy.require_higher_is_better(tasks, metric)
     unloaded = UnloadedModel.of(config, status.print)
-    require_usable(unloaded, settings)
+    accuracy.require_usable(unloaded, settings)
     llm = LLM.from_unloaded(unloaded, status.print)
     found = _found(llm, tasks, settings, metric, min_score, compare_plain=compare_plain)
     typer.echo(json.dumps(found) if json_output else "\n".join(_lines(found)))
@@ -103,23 +82,20 @@ def evaluate(
 def _found(
     llm: LLM,
     tasks: Any,
-    settings: EvalSettings,
+    settings: accuracy.TaskOptions,
     metric: str | None,
     min_score: float | None,
     *,
     compare_plain: bool,
 ) -> dict[str, Any]:
     """Evaluate, and collect scores, comparisons and whether all checks passed."""
-    from sametoken.bench.accuracy import evaluate as run
-    from sametoken.bench.accuracy import load_tasks
-
-    evaluation = run(llm, tasks, settings)
+    evaluation = accuracy.evaluate(llm, tasks, settings)
     speculation = llm.speculation_metrics
     scores = {name: evaluation.score(name, metric) for name in evaluation.scores}
     unscored = [name for name in tasks["tasks"] if name not in scores]
     differ = None
     if compare_plain:
-        plain = run(llm, load_tasks(settings), settings, plain=True)
+        plain = accuracy.evaluate(llm, accuracy.load_tasks(settings), settings, plain=True)
         pairs = zip(evaluation.answers, plain.answers, strict=True)
         differ = sum(one != other for one, other in pairs)
     # A check of nothing fails, and so does a score that is not finite.

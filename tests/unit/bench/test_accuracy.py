@@ -14,7 +14,7 @@ from helpers.chat_model import write_chat_model
 from helpers.http_server import TOY_ENGINE
 from sametoken import LLM, SamplingParams
 from sametoken.bench import accuracy
-from sametoken.bench.accuracy import EvalSettings, Evaluation, evaluate, load_tasks, require_harness
+from sametoken.bench.accuracy import Evaluation, TaskOptions, evaluate, load_tasks, require_harness
 from sametoken.errors import ConfigError, UnsupportedError
 
 pytest.importorskip("lm_eval", reason="lm-eval, the extra eval, is not installed")
@@ -60,7 +60,7 @@ def test_gsm8k_over_local_questions_scores_what_is_right(llm, questions, monkeyp
         return ["So it is 1. The answer is 1.", "I see 7 and then 2", "The answer is 9."]
 
     monkeypatch.setattr(EngineLM, "generate_until", say)
-    found = run(llm, EvalSettings(("gsm8k",), questions, num_fewshot=2))
+    found = run(llm, TaskOptions(("gsm8k",), questions, num_fewshot=2))
     assert found.scores["gsm8k"]["exact_match,strict-match"] == pytest.approx(1 / 3)
     assert found.score("gsm8k") == ("exact_match,flexible-extract", pytest.approx(2 / 3))
     assert found.score("gsm8k", "exact_match,strict-match")[1] == pytest.approx(1 / 3)
@@ -70,13 +70,13 @@ def test_gsm8k_over_local_questions_scores_what_is_right(llm, questions, monkeyp
 
 
 def test_the_shipped_questions_are_asked_in_order(llm):
-    found = run(llm, EvalSettings(("gsm8k",), limit=2, num_fewshot=0, max_tokens=4))
+    found = run(llm, TaskOptions(("gsm8k",), limit=2, num_fewshot=0, max_tokens=4))
     assert [len(answer) for answer in found.answers] == [4, 4]
     assert found.num_truncated == 0
 
 
 def test_answers_with_and_without_drafts_are_the_same(llm, questions):
-    asked = EvalSettings(("gsm8k",), questions, num_fewshot=1, max_tokens=24)
+    asked = TaskOptions(("gsm8k",), questions, num_fewshot=1, max_tokens=24)
     before = llm.speculation_metrics
     with_drafts = run(llm, asked)
     between = llm.speculation_metrics
@@ -88,7 +88,7 @@ def test_answers_with_and_without_drafts_are_the_same(llm, questions):
 
 
 def test_the_adapter_that_is_named_answers(llm, questions):
-    asked = EvalSettings(("gsm8k",), questions, num_fewshot=1, max_tokens=24)
+    asked = TaskOptions(("gsm8k",), questions, num_fewshot=1, max_tokens=24)
     own, of_adapter = (run(llm, replace(asked, lora_request=one)) for one in (None, "sql"))
     assert own.answers != of_adapter.answers
 
@@ -177,13 +177,13 @@ def test_wrong_use_is_refused(llm, tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "TaskManager", lambda **options: none(include_defaults=False))
     (tmp_path / "none").mkdir()
     with pytest.raises(ConfigError, match="no task nonsense_task"):
-        run(llm, EvalSettings(("nonsense_task",)))
+        run(llm, TaskOptions(("nonsense_task",)))
     with pytest.raises(ConfigError, match="only gsm8k"):
-        EvalSettings(("hellaswag",), path=tmp_path)
+        TaskOptions(("hellaswag",), path=tmp_path)
     path = tmp_path / "questions.jsonl"
     path.write_text('{"question": "a"}')
     with pytest.raises(ConfigError, match="has no answer"):
-        run(llm, EvalSettings(("gsm8k",), path))
+        run(llm, TaskOptions(("gsm8k",), path))
     with pytest.raises(ConfigError, match="has no metric 'f1'"):
         Evaluation({"gsm8k": {"acc,none": 1.0}}, [], 0).score("gsm8k", "f1")
 

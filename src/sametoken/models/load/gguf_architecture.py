@@ -48,11 +48,7 @@ _NAMES: Mapping[str, str] = {
 _ENDS = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
 
 
-def _nothing(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
-    return {}
-
-
-def _no_settings(settings: Settings) -> dict[str, Any]:
+def _nothing(*given: object) -> dict[str, Any]:
     return {}
 
 
@@ -79,10 +75,6 @@ class Turns(NamedTuple):
         places = (self.first + (turn * self.num_keys + key) * self.size for key, turn in heads)
         before = [(0, self.first)] if self.first else []
         return before + [(place, self.size) for place in places]
-
-
-def _no_turns(settings: Settings) -> dict[str, Turns]:
-    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +122,7 @@ class Architecture:
     names: Mapping[str, str] = field(default_factory=dict)
     module: ModuleNames | None = None
     interleaved: bool = False
-    turns: Callable[[Settings], dict[str, Turns]] = _no_turns
+    turns: Callable[[Settings], dict[str, Turns]] = _nothing
     added_to_norms: float = 0.0
     plain_norms: tuple[str, ...] = ()
     missing_axes: Mapping[str, int] = field(default_factory=dict)
@@ -140,7 +132,7 @@ class Architecture:
     derived: Callable[[Settings, Mapping[str, GGUFTensor]], dict[str, Any]] = _nothing
     reads: tuple[str, ...] = ()
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    scaled_rope: Callable[[Settings], dict[str, Any]] = _no_settings
+    scaled_rope: Callable[[Settings], dict[str, Any]] = _nothing
     rotates: bool = True
     by_layer: tuple[str, ...] = ()
     head_size: str = HEAD_SIZE

@@ -33,6 +33,13 @@ def prompts(tmp_path):
     return path
 
 
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"prompt": "what is it", "answer": "the rain in the car"}\n')
+    return path
+
+
 def run(*arguments):
     return CliRunner().invoke(app, ["train", *map(str, arguments)])
 
@@ -258,9 +265,8 @@ def test_a_resumed_training_has_its_answers_and_a_new_one_keeps_them(
     assert (head / "text.jsonl").read_bytes() == answers
 
 
-def test_an_interrupted_training_goes_on(target, tmp_path, monkeypatch):
-    text, head = tmp_path / "text.jsonl", tmp_path / "head"
-    text.write_text('{"prompt": "what is it", "answer": "the rain in the car"}\n')
+def test_an_interrupted_training_goes_on(target, text, tmp_path, monkeypatch):
+    head = tmp_path / "head"
     command = ["eagle3", target, head, "--text", text, *HEAD, *QUICK]
 
     def interrupt(objective, step):
@@ -278,10 +284,14 @@ def test_an_interrupted_training_goes_on(target, tmp_path, monkeypatch):
     assert json.loads(resumed.stdout)["steps"] == 3
 
 
-def test_a_head_straight_from_prompts(target, prompts, tmp_path):
+def test_a_head_straight_from_prompts(target, prompts, tmp_path, monkeypatch):
+    """A log gets lines in place of a bar."""
+    monkeypatch.setattr("sametoken.cli.train._LINE_INTERVAL_S", 0.0)
     options = ["--generate-from", prompts, "--answer-tokens", 6]
     trained = run("eagle3", target, tmp_path / "head", *options, *HEAD, *QUICK)
     assert trained.exit_code == 0, trained.output
+    assert "step 3 of 3" in trained.stderr
+    assert "loss" in trained.stderr
     assert "acceptance length" in trained.output
     # QUICK holds none back.
     assert "measured on the training text itself: none was held back" in trained.output
@@ -295,17 +305,7 @@ def test_figures_say_what_they_were_measured_on():
     assert command._measured_on(1, 1).startswith("measured on one held-back answer alone: use more")
 
 
-def test_a_log_gets_lines_in_place_of_a_bar(target, prompts, tmp_path, monkeypatch):
-    monkeypatch.setattr("sametoken.cli.train._LINE_INTERVAL_S", 0.0)
-    options = ["--generate-from", prompts, "--answer-tokens", 6]
-    trained = run("eagle3", target, tmp_path / "head", *options, *HEAD, *QUICK)
-    assert "step 3 of 3" in trained.stderr
-    assert "loss" in trained.stderr
-
-
-def test_answers_as_text_go_through_the_chat_template(target, tmp_path):
-    text = tmp_path / "text.jsonl"
-    text.write_text('{"prompt": "what is it", "answer": "the rain in the car"}\n')
+def test_answers_as_text_go_through_the_chat_template(target, text, tmp_path):
     trained = run("eagle3", target, tmp_path / "head", "--text", text, *HEAD, *QUICK, "--json")
     assert trained.exit_code == 0, trained.output
     # The answer, its end of turn and the line break behind it.
@@ -328,9 +328,7 @@ def test_what_cannot_be_is_said_in_a_line(target, tmp_path, options, says):
     assert says in line
 
 
-def test_a_drafter_and_a_language_model(target, tmp_path):
-    text = tmp_path / "text.jsonl"
-    text.write_text('{"prompt": "what is it", "answer": "the rain in the car"}\n')
+def test_a_drafter_and_a_language_model(target, text, tmp_path):
     sizes = ["--hidden-size", 16, "--num-layers", 1, "--num-heads", 2, "--intermediate-size", 16]
     drafted = run(
         "draft", target, tmp_path / "draft", "--text", text, *sizes, *QUICK, "--verified-drafts", 2

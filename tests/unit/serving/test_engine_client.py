@@ -126,6 +126,11 @@ class Kit:
         params = SamplingParams(**{"max_tokens": 4, **params})
         return self.client.begin(self.inputs.process(request_id, prompt, params))
 
+    async def finish(self, request_id) -> None:
+        stream = self.begin(request_id)
+        self.report(update(request_id, 20, 21, 22, 23))
+        await anext(stream)
+
     def report(self, *updates, num_submits=None, **load) -> None:
         """A step, by default after all that was submitted has been taken."""
         taken = self.process.num_submits if num_submits is None else num_submits
@@ -375,9 +380,7 @@ async def test_while_draining_nobody_comes_in_and_the_others_finish(open_kit):
 
 async def test_an_audit_runs_in_idle_time_and_gives_way_to_a_request(open_kit):
     async with open_kit(shadow_audit_rate=1.0) as kit:
-        stream = kit.begin()
-        kit.report(update("r", 20, 21, 22, 23))
-        await anext(stream)
+        await kit.finish("r")
         *_, replay = kit.process.take_sent()
         (plain,) = replay.completions
         assert (plain.request_id, plain.num_speculative_tokens) == ("r#replay#1", 0)
@@ -404,9 +407,7 @@ async def test_an_audit_runs_in_idle_time_and_gives_way_to_a_request(open_kit):
 
 async def test_a_difference_is_reported(open_kit, caplog):
     async with open_kit(shadow_audit_rate=1.0) as kit:
-        stream = kit.begin()
-        kit.report(update("r", 20, 21, 22, 23))
-        await anext(stream)
+        await kit.finish("r")
         kit.report(update("r#replay#1", 20, 7))
         difference = kit.client.stats.audit.last_difference
         assert (difference.position, difference.served, difference.replayed) == (1, 21, 7)
@@ -429,14 +430,10 @@ async def test_while_others_run_or_the_server_drains_nothing_is_audited(open_kit
 
 async def test_a_replay_is_not_repeated_after_it_was_refused_or_died(open_kit):
     async with open_kit(shadow_audit_rate=1.0) as kit:
-        stream = kit.begin()
-        kit.report(update("r", 20, 21, 22, 23))
-        await anext(stream)
+        await kit.finish("r")
         kit.client.take(Refused(("r#replay#1",), RequestError("no"), 2))
         assert kit.client.stats.audit.num_dropped == 1
-        second = kit.begin("second")
-        kit.report(update("second", 20, 21, 22, 23))
-        await anext(second)
+        await kit.finish("second")
         kit.process.ended.set()
         await asyncio.sleep(0.01)
         assert kit.client.stats.audit.num_dropped == 2
@@ -444,9 +441,7 @@ async def test_a_replay_is_not_repeated_after_it_was_refused_or_died(open_kit):
 
 async def test_a_replay_goes_on_when_an_aborted_request_is_refused(open_kit):
     async with open_kit(shadow_audit_rate=1.0) as kit:
-        stream = kit.begin()
-        kit.report(update("r", 20, 21, 22, 23))
-        await anext(stream)
+        await kit.finish("r")
         await kit.begin("aborted").aclose()
         kit.client.take(Refused(("aborted",), RequestError("no"), 2))
         kit.report(update("r#replay#2", 20, 21, 22, 23))

@@ -113,9 +113,7 @@ def truth() -> dict[str, list[int]]:
 @pytest.mark.usefixtures("layouts")
 @pytest.mark.parametrize(
     ("kind", "steps_in_flight"),
-    [
-        *(("suffix", 1), ("suffix", 3), ("ngram+model", 2), ("suffix+model", 1)),
-    ],
+    [("suffix", 1), ("suffix", 3), ("ngram+model", 2), ("suffix+model", 1)],
 )
 def test_every_token_stays_the_same(kind, steps_in_flight):
     """Twice over: the second time with the texts of the first."""

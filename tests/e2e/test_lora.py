@@ -9,14 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.adapters import (
-    ATTENTION,
-    MLP,
-    write_adapter,
-    write_files,
-    write_merged,
-    write_stacks,
-)
+from helpers.adapters import ATTENTION, MLP, write_adapter, write_files, write_merged, write_stacks
 from helpers.checkpoints import head_tensors, write_checkpoint, write_llama, write_safeailab
 from helpers.families import write_family
 from helpers.harness import replayed_by, request, run, swapped_by

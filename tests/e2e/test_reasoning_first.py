@@ -43,10 +43,7 @@ def reasonings(place: int) -> dict[str, Reasoning]:
     """Forms of reasoning that end with the request's token at ``place``."""
     said = thoughts(place)
     before, end = said[place - 1] if place else EOS, said[place]
-    forms = {
-        "token": Reasoning((end,)),
-        "begun": Reasoning((end,), begins=(EOS, said[0])),
-    }
+    forms = {"token": Reasoning((end,)), "begun": Reasoning((end,), begins=(EOS, said[0]))}
     if place > 0:
         forms["two"] = Reasoning((before, end))
     if place > 1:

@@ -224,11 +224,7 @@ def audit_path(tmp_path_factory):
             "temperatures": [0, 0.8],
             "max_tokens": 48,
         },
-        environment={
-            "date": "2026-01-01T10:20:30+00:00",
-            "sametoken": "0.1.0",
-            "device": "a chip",
-        },
+        environment={"date": "2026-01-01T10:20:30+00:00", "sametoken": "0.1.0", "device": "a chip"},
     )
     path = tmp_path_factory.mktemp("audit") / "audit.html"
     path.write_text(html_of(verdict), encoding="utf-8")

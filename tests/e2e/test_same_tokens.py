@@ -270,8 +270,7 @@ def test_few_requests(kind, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "steps_in_flight"),
-    [("mixed", 1), ("empty", 3), ("ngram", 3), ("self", 1)],
+    ("kind", "steps_in_flight"), [("mixed", 1), ("empty", 3), ("ngram", 3), ("self", 1)]
 )
 def test_limits_of_drafts_change_no_token(kind, steps_in_flight):
     """Enough requests, on a device that computes so little, that drafts are refused."""

@@ -48,12 +48,7 @@ DRAFTERS = {
 }
 EDIT, CODE_ALONE = 0, 4
 #: Tokens per step that drafters must reach in the greedy edit, and in the greedy code.
-LEAST = {
-    "ngram": (4.0, 1.1),
-    "mtp-3": (3.0, 1.9),
-    "suffix": (3.2, 1.2),
-    "ngram, mtp": (4.5, 1.9),
-}
+LEAST = {"ngram": (4.0, 1.1), "mtp-3": (3.0, 1.9), "suffix": (3.2, 1.2), "ngram, mtp": (4.5, 1.9)}
 Tokens = list[tuple[int, ...]]
 
 

@@ -264,10 +264,7 @@ def test_weights_that_a_sleep_dropped_come_back_by_an_update(name, tmp_path):
     with pytest.raises(RequestError, match="update the weights"):
         live.wake_up()
     # Whatever is in memory that was given back: nothing of it is read.
-    for tensor in (
-        *live._engine.sleep.memory.kv,
-        *live._engine.sleep.memory.weights,
-    ):
+    for tensor in (*live._engine.sleep.memory.kv, *live._engine.sleep.memory.weights):
         tensor.view(torch.uint8).fill_(63)
     with pytest.raises(WeightUpdateError):
         live.update_weights([])

@@ -31,11 +31,7 @@ HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1000.0,
-        "partial_rotary_factor": 0.5,
-    },
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
 }
 NEMOTRON = {
     "head_dim": 16,

@@ -6,10 +6,7 @@ import torch
 
 
 def assert_rounded(
-    found: torch.Tensor,
-    x: torch.Tensor,
-    matrix: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    found: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None
 ) -> None:
     """That products [T, N] were summed in fp32, then rounded once to their dtype.
 

@@ -531,11 +531,7 @@ FAMILIES = {
             "rope_parameters": OPEN_YARN,
         },
     ),
-    "qwen3_moe": (
-        Qwen3MoeConfig,
-        qwen3_moe,
-        EXPERTS | {"head_dim": 16, "mlp_only_layers": [0]},
-    ),
+    "qwen3_moe": (Qwen3MoeConfig, qwen3_moe, EXPERTS | {"head_dim": 16, "mlp_only_layers": [0]}),
     "smollm3": (SmolLM3Config, smollm3, {"no_rope_layer_interval": 2}),
     "olmo3": (Olmo3Config, olmo3, {"num_hidden_layers": 4, "sliding_window": 6}),
     "mixtral": (

@@ -33,10 +33,7 @@ FAMILIES = {
     "qwen2moe": ("qwen2_moe", {"mlp_only_layers": [], "norm_topk_prob": False}),
     "qwen3next": ("qwen3_next", _HYBRID),
     "qwen35": ("qwen3_5", _HYBRID),
-    "qwen35moe": (
-        "qwen3_5",
-        _HYBRID | EXPERTS | {"architectures": ["Qwen3_5MoeForCausalLM"]},
-    ),
+    "qwen35moe": ("qwen3_5", _HYBRID | EXPERTS | {"architectures": ["Qwen3_5MoeForCausalLM"]}),
     "gemma3": (
         "gemma3",
         {
@@ -92,7 +89,7 @@ FAMILIES = {
                     "attention_factor": 1.25,
                 },
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
-            },
+            }
         },
     ),
     "granitehybrid": ("granite_hybrid", {"embedding_multiplier": 3.0}),

@@ -15,15 +15,7 @@ F32 = GGMLQuantizationType.F32
 
 
 def write_converted(
-    path,
-    arch,
-    config,
-    stored,
-    *,
-    tensor_type=F32,
-    metadata=(),
-    extra_tensors=(),
-    tokens=None,
+    path, arch, config, stored, *, tensor_type=F32, metadata=(), extra_tensors=(), tokens=None
 ):
     """Write a checkpoint, its config and its tensors by name, with matrices of a type."""
     writer = GGUFWriter(path, arch)

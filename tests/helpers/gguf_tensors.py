@@ -12,10 +12,7 @@ from helpers.gguf_mamba2 import ARCHITECTURES, mamba2_parts
 
 _CENTRED = ("gemma3", *HYBRIDS)
 #: Of Gemma 4's router.
-_OF_ROUTER = {
-    "scale": "ffn_gate_inp.scale",
-    "per_expert_scale": "ffn_down_exps.scale",
-}
+_OF_ROUTER = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}
 #: The module of Qwen3.5, below ``mtp``, as that of GLM is called.
 _OF_MTP = {
     "fc": "eh_proj",

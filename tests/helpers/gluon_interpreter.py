@@ -37,14 +37,7 @@ from helpers.gluon_blocks import Block, Dtype, Pointer, atomic_add, block, load,
 from helpers.gluon_copies import Copies
 from helpers.gluon_program import Program
 from helpers.gluon_ptx import evaluated
-from helpers.gluon_shared import (
-    Barrier,
-    Descriptor,
-    Memory,
-    Product,
-    Shared,
-    line_bytes,
-)
+from helpers.gluon_shared import Barrier, Descriptor, Memory, Product, Shared, line_bytes
 
 TYPES = {
     "int32": torch.int32, "int64": torch.int64, "float32": torch.float32,

@@ -51,10 +51,7 @@ def mixer_shapes(config: dict, prefix: str, letter: str) -> dict[str, tuple[int,
     hidden = config["hidden_size"]
 
     def mlp(name: str, width: int, size: int) -> dict[str, tuple[int, ...]]:
-        return {
-            f"{name}.up_proj.weight": (size, width),
-            f"{name}.down_proj.weight": (width, size),
-        }
+        return {f"{name}.up_proj.weight": (size, width), f"{name}.down_proj.weight": (width, size)}
 
     if letter == "-":
         return mlp(prefix, hidden, config["intermediate_size"])

@@ -24,9 +24,7 @@ NUM_GREEDY = 5
 def drawn_models(max_examples: int) -> settings:
     """The same random models in every run; none is shrunk."""
     return settings(
-        max_examples=max_examples,
-        derandomize=True,
-        phases=(Phase.explicit, Phase.generate),
+        max_examples=max_examples, derandomize=True, phases=(Phase.explicit, Phase.generate)
     )
 
 

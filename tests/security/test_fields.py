@@ -239,10 +239,7 @@ def test_template_variables_of_the_server_s_own_are_refused(client, name):
 
 @pytest.mark.parametrize(
     ("arguments", "cause"),
-    [
-        ('{"a":' * 100_000, "members, objects and lists"),
-        ('{"a": 1e400}', "not finite"),
-    ],
+    [('{"a":' * 100_000, "members, objects and lists"), ('{"a": 1e400}', "not finite")],
 )
 def test_arguments_beyond_a_bound_are_refused(client, arguments, cause):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}

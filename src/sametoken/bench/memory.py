@@ -224,10 +224,7 @@ class _PlacesForAdapters(ReferenceKernels):
 
 
 def load_shapes(
-    architecture: ModelConfig,
-    path: Path,
-    dtype: torch.dtype,
-    kernels: Kernels | None = None,
+    architecture: ModelConfig, path: Path, dtype: torch.dtype, kernels: Kernels | None = None
 ) -> Decoder:
     """Build a model on the meta device, from its config alone; by default of a CPU's layouts.
 

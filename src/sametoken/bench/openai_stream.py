@@ -289,11 +289,7 @@ class LoadRun:
 
 
 async def run_load(
-    send: Send,
-    bodies: Sequence[Mapping[str, Any]],
-    load: Load,
-    *,
-    advance: Callable[[], None],
+    send: Send, bodies: Sequence[Mapping[str, Any]], load: Load, *, advance: Callable[[], None]
 ) -> LoadRun:
     """Send every body when it is due, and wait for all answers.
 

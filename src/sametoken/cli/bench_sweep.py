@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sametoken.bench.names import EngineNames
-from sametoken.bench.sweep_spec import (
-    PRESETS,
-    Sweep,
-    changed_engine_options,
-    make_sweep,
-)
+from sametoken.bench.sweep_spec import PRESETS, Sweep, changed_engine_options, make_sweep
 from sametoken.cli.options import AsJson, engine_options, numbers, options_of, take, with_options
 from sametoken.cli.report import status_console, wide_console
 from sametoken.config import option

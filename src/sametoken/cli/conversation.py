@@ -25,11 +25,7 @@ from sametoken.errors import (
 from sametoken.io.files import write_text
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.parsed import Parser, parse_nothing
-from sametoken.serving.http.reasoning_parsers import (
-    REASONING_FORMS,
-    RenderedPrompt,
-    with_marks,
-)
+from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, RenderedPrompt, with_marks
 from sametoken.serving.http.tool_parsers import parser_of_template
 from sametoken.types.lora_modules import require_adapter
 from sametoken.types.option_values import NO_FILE, suggestion

@@ -20,9 +20,7 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "nump
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
-def env(
-    json_output: AsJson = False,
-) -> None:
+def env(json_output: AsJson = False) -> None:
     """Show versions, hardware and the cache directory."""
     facts = _facts()
     if json_output:

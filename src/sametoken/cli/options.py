@@ -151,9 +151,7 @@ def sampling_options(max_tokens: int = MAX_TOKENS) -> list[inspect.Parameter]:
             kind, default, shown = kind | None, None, f"the model's, else {default}"
         parameters.append(
             _parameter(
-                *(name, kind, default, text),
-                show_default=shown or True,
-                rich_help_panel=_SAMPLING,
+                *(name, kind, default, text), show_default=shown or True, rich_help_panel=_SAMPLING
             )
         )
     return parameters

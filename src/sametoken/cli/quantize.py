@@ -24,8 +24,7 @@ def write_quantized(
     ],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="a new directory")],
     scheme: Annotated[
-        Scheme,
-        typer.Option(help="float8 weights and activations, or weights of 4 bits in groups"),
+        Scheme, typer.Option(help="float8 weights and activations, or weights of 4 bits in groups")
     ] = Scheme.fp8_dynamic,
 ) -> None:
     """Write a quantized copy of a checkpoint, in the format of compressed-tensors.

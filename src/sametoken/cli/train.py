@@ -181,8 +181,7 @@ def token_map(
 def lm(
     output: Output,
     text: Annotated[
-        list[str],
-        typer.Option(help="text or JSON lines, as PATH or PATH=SHARE; may be repeated"),
+        list[str], typer.Option(help="text or JSON lines, as PATH or PATH=SHARE; may be repeated")
     ],
     json_output: AsJson = False,
     **options: Any,

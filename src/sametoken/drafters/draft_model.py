@@ -149,9 +149,5 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
         return model.reloaded(reader)
 
     return LoadedDrafter(
-        model.caches,
-        attach,
-        weights_bytes=model.weights_bytes,
-        model=model,
-        reload=reload,
+        model.caches, attach, weights_bytes=model.weights_bytes, model=model, reload=reload
     )

@@ -134,10 +134,7 @@ class DifferentiableKernels:
         """None: gradients go through a layer's operations one by one."""
 
     def pack_experts(
-        self,
-        gate_up: Sequence[Weight],
-        down: Sequence[Weight],
-        form: ExpertForm | None = None,
+        self, gate_up: Sequence[Weight], down: Sequence[Weight], form: ExpertForm | None = None
     ) -> Experts:
         """See ``Packing.pack_experts``."""
         if isinstance(form, ClampedExperts):

@@ -167,9 +167,7 @@ class ShadowAudit:
 
     def _report(self, difference: AuditDifference) -> None:
         self._stats = replace(
-            self._stats,
-            num_mismatched=self._stats.num_mismatched + 1,
-            last_difference=difference,
+            self._stats, num_mismatched=self._stats.num_mismatched + 1, last_difference=difference
         )
         _logger.error(
             "shadow audit: request %s differs at output token %d: served %s, replayed %s",

@@ -14,12 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as pre
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.text.gguf_pieces import (
-    CONTROL,
-    UNKNOWN,
-    USER_DEFINED,
-    sentencepiece_tokenizer,
-)
+from sametoken.text.gguf_pieces import CONTROL, UNKNOWN, USER_DEFINED, sentencepiece_tokenizer
 
 #: SentencePiece's, by scores, and by merges.
 _PIECES, _MERGED_PIECES = "llama", "gemma4"

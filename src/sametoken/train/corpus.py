@@ -51,8 +51,7 @@ class Source:
             number = 0.0
         if not 0 < number <= _MAX_SHARE:
             raise ConfigError(
-                f"{value!r} has no share above 0 and up to {_MAX_SHARE:g}",
-                "give PATH or PATH=0.5",
+                f"{value!r} has no share above 0 and up to {_MAX_SHARE:g}", "give PATH or PATH=0.5"
             )
         return cls(Path(path), number)
 

@@ -117,11 +117,7 @@ class Material:
 
     def _batches(self, sequences: Sequences, indices: list[int], seed: int) -> Batches:
         return Batches(
-            sequences,
-            indices,
-            batch_tokens=self.loop.batch_tokens,
-            seed=seed,
-            device=self.device,
+            sequences, indices, batch_tokens=self.loop.batch_tokens, seed=seed, device=self.device
         )
 
     @torch.no_grad()

@@ -22,12 +22,7 @@ from sametoken.errors import UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.load.settings import Settings
 from sametoken.models.mamba2 import mamba2_rule, time_step_limit
-from sametoken.models.nemotron_h import (
-    ATTENTION,
-    MOE,
-    block_settings,
-    layer_types,
-)
+from sametoken.models.nemotron_h import ATTENTION, MOE, block_settings, layer_types
 from sametoken.train.unrolled import UNROLLED, DraftModule, UnrolledKV, shifted
 
 # Rows whose interactions one matrix holds.

@@ -76,14 +76,7 @@ class GatedDeltaNet(Qwen3_5GatedDeltaNet):  # type: ignore[misc]
         beta = self.in_proj_b(hidden_states).float().sigmoid()
         with torch.autocast(hidden_states.device.type, enabled=False):
             read = checkpoint(
-                delta_rule,
-                q,
-                k,
-                v,
-                log_decay,
-                beta,
-                use_reentrant=False,
-                preserve_rng_state=False,
+                delta_rule, q, k, v, log_decay, beta, use_reentrant=False, preserve_rng_state=False
             )
         gate = torch.unflatten(self.in_proj_z(hidden_states), -1, read.shape[-2:])
         output: Tensor = self.out_proj(self.norm(read, gate).flatten(2))

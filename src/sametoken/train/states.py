@@ -142,10 +142,7 @@ class LayerStates:
 
 
 def open_states(
-    directories: Sequence[Path],
-    config: ModelConfig,
-    aux_layers: tuple[int, ...],
-    max_length: int,
+    directories: Sequence[Path], config: ModelConfig, aux_layers: tuple[int, ...], max_length: int
 ) -> tuple[LayerStates, ...]:
     """What one or more runs of ``extract_hidden_states`` wrote for a target; no state is read.
 

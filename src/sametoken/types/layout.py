@@ -100,11 +100,7 @@ class StepLayout:
 
     @classmethod
     def of(
-        cls,
-        plan: StepPlan,
-        num_drafts: Sequence[int] | None = None,
-        *,
-        all_states: bool = False,
+        cls, plan: StepPlan, num_drafts: Sequence[int] | None = None, *, all_states: bool = False
     ) -> StepLayout:
         """The layout of a plan.
 

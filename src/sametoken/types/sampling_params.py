@@ -213,10 +213,7 @@ _SWITCHES = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
 )
-_TEXTS = (
-    ("stop", MAX_STOPS, MAX_STOP_CHARS),
-    ("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_CHARS),
-)
+_TEXTS = (("stop", MAX_STOPS, MAX_STOP_CHARS), ("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_CHARS))
 _RANGES = (
     ("temperature", 0.0, 100.0),
     ("top_p", 0.0, 1.0),

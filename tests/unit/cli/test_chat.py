@@ -23,12 +23,7 @@ from sametoken.cli.main import app
 from sametoken.config import DEFAULT_MODEL, EngineConfig, SpeculativeConfig
 from sametoken.engine import unloaded as unloaded_module
 from sametoken.engine.user_inputs import PromptTokens
-from sametoken.errors import (
-    EngineDeadError,
-    NumericalError,
-    RequestError,
-    UnsupportedError,
-)
+from sametoken.errors import EngineDeadError, NumericalError, RequestError, UnsupportedError
 from sametoken.serving.http.config import ServerConfig
 from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -425,8 +420,7 @@ def test_a_pipe_gets_answers_alone_and_stops_at_an_error():
 
 
 @pytest.mark.parametrize(
-    ("given", "spec"),
-    [([], SpeculativeConfig("suffix")), (["--speculative-config", "off"], None)],
+    ("given", "spec"), [([], SpeculativeConfig("suffix")), (["--speculative-config", "off"], None)]
 )
 def test_drafts_are_on_by_default(given, spec):
     CliRunner().invoke(app, ["chat", "m", *given], input="")

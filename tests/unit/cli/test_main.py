@@ -23,11 +23,7 @@ from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.request_memory import RequestMemory
 from sametoken.errors import NumericalError, UnsupportedError
 from sametoken.llm import LLM
-from sametoken.types.outputs import (
-    CompletionOutput,
-    RequestMetrics,
-    RequestOutput,
-)
+from sametoken.types.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 
 SPECULATION = '{"method": "ngram", "num_speculative_tokens": 4}'

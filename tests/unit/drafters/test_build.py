@@ -29,11 +29,7 @@ from helpers.hybrids import FULL, write_hybrid
 from helpers.packed import packed_in
 from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import DrafterNeeds, LoadedDrafter, NoDrafter, Placement, named
-from sametoken.drafters.build import (
-    load_drafter,
-    needs_of_drafter,
-    require_token_map,
-)
+from sametoken.drafters.build import load_drafter, needs_of_drafter, require_token_map
 from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.drafters.eagle import EagleDrafter

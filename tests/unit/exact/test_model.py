@@ -135,10 +135,7 @@ def test_a_value_that_is_not_finite_is_refused_by_name(value, looked_at, llama, 
 
 @pytest.mark.parametrize(
     "write",
-    [
-        lambda path: write_latent(path, "deepseek_v3"),
-        lambda path: write_family(path, "gpt_oss"),
-    ],
+    [lambda path: write_latent(path, "deepseek_v3"), lambda path: write_family(path, "gpt_oss")],
     ids=["deepseek_v3", "gpt_oss"],
 )
 def test_layers_without_gradients_are_refused(write, tmp_path):

@@ -251,10 +251,7 @@ def test_a_finished_head_is_kept_or_resumed(target, text, tmp_path):
 
 
 def test_it_trains_on_extracted_states(target, text, tmp_path):
-    speculative = {
-        "method": "extract_hidden_states",
-        "eagle_aux_hidden_state_layer_ids": [1, 2, 4],
-    }
+    speculative = {"method": "extract_hidden_states", "eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
     half = len(prompts_of()) // 2
     for part, prompts in enumerate((prompts_of()[:half], prompts_of()[half:])):
         speculative["shared_storage_path"] = str(tmp_path / f"states-{part}")

@@ -36,12 +36,7 @@ NEMOTRON = replace(
     SMALL, architecture="nemotron_h", pattern="ME*-", num_experts=4, moe_intermediate_size=24
 )
 LOOP = LoopOptions(
-    steps=3,
-    warmup_steps=2,
-    batch_tokens=256,
-    max_length=64,
-    learning_rate=1e-2,
-    device="cpu",
+    steps=3, warmup_steps=2, batch_tokens=256, max_length=64, learning_rate=1e-2, device="cpu"
 )
 
 

@@ -179,12 +179,7 @@ def made(directory, chosen):
 def test_a_checkpoint_of_another_training_is_refused(tmp_path, changes, identity, says):
     train(Fit(), tmp_path, options(), identity={"text": "one"})
     with pytest.raises(ConfigError, match=says):
-        train(
-            Fit(),
-            tmp_path,
-            options(resume=True, **changes),
-            identity={"text": "one"} | identity,
-        )
+        train(Fit(), tmp_path, options(resume=True, **changes), identity={"text": "one"} | identity)
 
 
 def test_a_broken_checkpoint_is_named(tmp_path):

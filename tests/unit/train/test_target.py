@@ -37,11 +37,7 @@ def extracted(model, directory, dtype: str, prompts: list[list[int]]) -> Extract
         "eagle_aux_hidden_state_layer_ids": [0, 2, 4],
     }
     llm = LLM(
-        str(model),
-        skip_tokenizer_init=True,
-        device="cpu",
-        dtype=dtype,
-        speculative_config=options,
+        str(model), skip_tokenizer_init=True, device="cpu", dtype=dtype, speculative_config=options
     )
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)

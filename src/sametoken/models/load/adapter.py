@@ -17,12 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sametoken.errors import (
-    CheckpointError,
-    UnsupportedError,
-    WeightUpdateError,
-    shown,
-)
+from sametoken.errors import CheckpointError, UnsupportedError, WeightUpdateError, shown
 from sametoken.io.files import copied
 from sametoken.models.adapter_factors import Adapter, StackedFactors, experts_of, module_name
 from sametoken.models.load.expert_stacks import parameters_of, stack_of

@@ -77,11 +77,7 @@ class Fp8Linear:
         return values, torch.cat([self._scales(reader, in_features, part) for part in parts])
 
     def _packed(
-        self,
-        reader: WeightReader,
-        in_features: int,
-        parts: tuple[Part, ...],
-        fixed: float | None,
+        self, reader: WeightReader, in_features: int, parts: tuple[Part, ...], fixed: float | None
     ) -> Weight:
         """Parts with one scale of activations, or none."""
         values, scales = self._matrix(reader, in_features, parts)

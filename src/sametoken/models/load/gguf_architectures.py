@@ -226,10 +226,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
         ends=("<|end|>", "<|endoftext|>"),
     ),
     "granite": Architecture(
-        "GraniteForCausalLM",
-        interleaved=True,
-        keys=FACTORS,
-        only={FINETUNED: (True,)},
+        "GraniteForCausalLM", interleaved=True, keys=FACTORS, only={FINETUNED: (True,)}
     ),
     **MAMBA2,
     "olmo2": Architecture("Olmo2ForCausalLM", forms={WINDOW: _OLMO3}),
@@ -284,10 +281,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "minimax-m2": Architecture(
         "MiniMaxM2ForCausalLM",
-        names={
-            **_NAMES_OF_MIXTRAL,
-            CORRECTION: "block_sparse_moe.e_score_correction_bias",
-        },
+        names={**_NAMES_OF_MIXTRAL, CORRECTION: "block_sparse_moe.e_score_correction_bias"},
         sizes={
             "n_routed_experts": "expert_count",
             "num_experts_per_tok": "expert_used_count",

@@ -105,10 +105,7 @@ class Blocks(Quantization):
 
 
 def _blocks(
-    reader: WeightReader,
-    kind: GGMLQuantizationType,
-    in_features: int,
-    parts: tuple[Part, ...],
+    reader: WeightReader, kind: GGMLQuantizationType, in_features: int, parts: tuple[Part, ...]
 ) -> Tensor:
     """This rank's rows or columns of the parts, [rows, blocks, bytes] uint8."""
     elements, size = GGML_QUANT_SIZES[kind]

@@ -34,8 +34,7 @@ def read_first(path: Path) -> GGUFFile:
         name = PartName.parse(path.name)
         first = "its first" if name is None else str(path.with_name(str(replace(name, number=1))))
         raise CheckpointError(
-            f"{path} is a later file of a split model (split.no={short(number)})",
-            f"give {first}",
+            f"{path} is a later file of a split model (split.no={short(number)})", f"give {first}"
         )
     return file
 

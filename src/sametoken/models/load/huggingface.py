@@ -47,13 +47,7 @@ _TYING = "tie_word_embeddings"
 #: Beginnings of the names of a head's tensors.
 _HEADS = ("lm_head.", "language_model.lm_head.")
 # Top-level keys of a vision-language config that apply to its text decoder too.
-_COMMON = (
-    "architectures",
-    "eos_token_id",
-    _TYING,
-    *DTYPE_KEYS,
-    *QUANTIZATION_KEYS,
-)
+_COMMON = ("architectures", "eos_token_id", _TYING, *DTYPE_KEYS, *QUANTIZATION_KEYS)
 _FLOATING = ("F64", "F32", "F16", "BF16")
 #: torch has no dtype for these.
 _NOT_IN_TORCH = ("F4", "F6_E2M3", "F6_E3M2")

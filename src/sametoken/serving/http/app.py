@@ -19,12 +19,7 @@ from sametoken.serving.http.body import JsonRoute
 from sametoken.serving.http.chat import answer_chat
 from sametoken.serving.http.completions import complete
 from sametoken.serving.http.config import ServerConfig
-from sametoken.serving.http.errors import (
-    MESSAGES_PATH,
-    as_api_error,
-    install_handlers,
-    invalid,
-)
+from sametoken.serving.http.errors import MESSAGES_PATH, as_api_error, install_handlers, invalid
 from sametoken.serving.http.messages_api.answer import answer_message, count_tokens
 from sametoken.serving.http.messages_api.objects import MessageObject, MessagesError, TokenCount
 from sametoken.serving.http.messages_api.request import CountTokensRequest, MessagesRequest
@@ -139,9 +134,7 @@ def _openai_routes(served: Served) -> APIRouter:
     router = APIRouter(prefix="/v1", responses=_ERRORS, route_class=JsonRoute)
 
     @router.post(
-        "/completions",
-        response_model=CompletionResponse,
-        responses={200: {"content": _EVENTS}},
+        "/completions", response_model=CompletionResponse, responses={200: {"content": _EVENTS}}
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several."""

@@ -143,10 +143,7 @@ class Connections:
             self._waiting.setdefault(connection)
 
     def _take(
-        self,
-        client: socket.socket,
-        make: Callable[[], Connection],
-        context: ssl.SSLContext | None,
+        self, client: socket.socket, make: Callable[[], Connection], context: ssl.SSLContext | None
     ) -> None:
         if len(self._all) >= self._most:
             longest = next(iter(self._waiting), None)

@@ -85,10 +85,7 @@ class EngineCollector(Collector):
             "generation_tokens", "Tokens of answers, whole or not.", stats.num_output_tokens
         )
         yield self._labelled(
-            "request_success",
-            "Finished requests.",
-            "finished_reason",
-            stats.num_finished.items(),
+            "request_success", "Finished requests.", "finished_reason", stats.num_finished.items()
         )
         yield self._counter("requests_failed", "Requests lost with the engine.", stats.num_failed)
         yield self._counter("requests_refused", "Requests refused with 429.", stats.num_overloaded)

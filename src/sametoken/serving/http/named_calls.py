@@ -26,13 +26,7 @@ from sametoken.serving.http.parsed import FoundCall, num_safe
 DEEPSEEK_MARKS = tuple(
     # Wide bars, and the sign that SentencePiece writes for a space.
     f"<\uff5ctool\u2581{name}\uff5c>"
-    for name in (
-        "calls\u2581begin",
-        "calls\u2581end",
-        "call\u2581begin",
-        "call\u2581end",
-        "sep",
-    )
+    for name in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
 )
 KIMI_MARKS = (
     "<|tool_calls_section_begin|>",

@@ -26,9 +26,7 @@ def _number(version: object) -> object:
 
 
 Version = Annotated[
-    int,
-    BeforeValidator(_number, json_schema_input_type=int | str),
-    Field(ge=0, lt=2**63),
+    int, BeforeValidator(_number, json_schema_input_type=int | str), Field(ge=0, lt=2**63)
 ]
 PackedBytes = Annotated[int, Field(ge=1, lt=2**63)]
 _List = Field(max_length=_MAX_TENSORS, fail_fast=True)

@@ -196,11 +196,7 @@ class Served:
         return PromptTokens(self.engine.get_tokenizer().decode(ids, skip_special_tokens=False), ids)
 
     async def tokenize(
-        self,
-        prompt: str | list[int],
-        most: int | None = None,
-        *,
-        add_special_tokens: bool = True,
+        self, prompt: str | list[int], most: int | None = None, *, add_special_tokens: bool = True
     ) -> PromptTokens:
         """A prompt's token ids, or the last ``most``, computed off the event loop.
 

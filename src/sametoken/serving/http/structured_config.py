@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sametoken.types.option_values import (
-    from_json,
-    option,
-    require_choices,
-    require_types,
-)
+from sametoken.types.option_values import from_json, option, require_choices, require_types
 
 _NAME = "structured_outputs_config"
 

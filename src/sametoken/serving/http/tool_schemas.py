@@ -205,9 +205,6 @@ class AllowedTools(_Exact):
 NamedChoice = Annotated[
     _NAMED | Annotated[AllowedTools, Tag("AllowedTools")],
     by_type(
-        "NamedTool",
-        function="NamedTool",
-        custom="NamedCustomTool",
-        allowed_tools="AllowedTools",
+        "NamedTool", function="NamedTool", custom="NamedCustomTool", allowed_tools="AllowedTools"
     ),
 ]

@@ -116,9 +116,7 @@ def tool_use(
 
 
 def _call_or_form(
-    tools: list[dict[str, Any]],
-    structured: StructuredOutputs | None,
-    syntax: CallSyntax | None,
+    tools: list[dict[str, Any]], structured: StructuredOutputs | None, syntax: CallSyntax | None
 ) -> ToolUse:
     """The use of tools that the model may call instead of an answer under the constraint."""
     if syntax is None:

@@ -37,10 +37,7 @@ _logger = logging.getLogger("sametoken.server")
 
 
 def run(
-    engine_config: EngineConfig,
-    limits: ServingLimits,
-    config: ServerConfig,
-    ray_config: RayConfig,
+    engine_config: EngineConfig, limits: ServingLimits, config: ServerConfig, ray_config: RayConfig
 ) -> bool:
     """Deploy the server on the available Ray cluster, or on a new one of this machine.
 
@@ -72,10 +69,7 @@ def run(
 
 
 def deploy(
-    engine_config: EngineConfig,
-    limits: ServingLimits,
-    config: ServerConfig,
-    ray_config: RayConfig,
+    engine_config: EngineConfig, limits: ServingLimits, config: ServerConfig, ray_config: RayConfig
 ) -> None:
     """Deploy the application, or update it, and wait until it is healthy.
 
@@ -101,10 +95,7 @@ def deploy(
 
 
 def build_application(
-    engine_config: EngineConfig,
-    limits: ServingLimits,
-    config: ServerConfig,
-    ray_config: RayConfig,
+    engine_config: EngineConfig, limits: ServingLimits, config: ServerConfig, ray_config: RayConfig
 ) -> Any:
     """The gateway over the replicas, for ``serve.run``."""
     engine_config = replace(engine_config, device=device_on_ray(engine_config.device))

@@ -65,10 +65,7 @@ _COUNTED = (
 _IN_RANGE = "use a number of 64 bits"
 _POINTER = "(/([^/~]|~[01])*)*"
 #: Formats in which the compiler allows characters that JSON escapes, and what they mean.
-_POINTERS = {
-    "json-pointer": _POINTER,
-    "relative-json-pointer": f"(0|[1-9][0-9]*)(#|{_POINTER})",
-}
+_POINTERS = {"json-pointer": _POINTER, "relative-json-pointer": f"(0|[1-9][0-9]*)(#|{_POINTER})"}
 _SINGLE = (
     *("items", "additionalProperties", "propertyNames"),
     *("unevaluatedItems", "unevaluatedProperties"),

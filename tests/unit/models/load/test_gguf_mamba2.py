@@ -29,22 +29,12 @@ def changed(path, arch, metadata, tensors=()):
 @pytest.mark.parametrize(
     ("arch", "metadata", "error", "message"),
     [
-        (
-            "nemotron_h",
-            {KV_HEADS: [0, 0, 1]},
-            CheckpointError,
-            r"=\[0, 0, 1\] is no count",
-        ),
+        ("nemotron_h", {KV_HEADS: [0, 0, 1]}, CheckpointError, r"=\[0, 0, 1\] is no count"),
         ("nemotron_h", {KV_HEADS: [0] * 5}, CheckpointError, "lacks the tensor .*layers.2.mixer"),
         ("nemotron_h", {FEATURES: [0, 7, 0, 0, 7]}, CheckpointError, r"mixer\.up_proj.* shape"),
         ("nemotron_h_moe", {"expert_gating_func": 1}, UnsupportedError, "gating_func=1 is not"),
         ("nemotron_h_moe", {"expert_count": 3}, CheckpointError, r"mixer\.gate.* shape"),
-        (
-            "granitehybrid",
-            {"ssm.inner_size": 60},
-            CheckpointError,
-            "do not have the .* features",
-        ),
+        ("granitehybrid", {"ssm.inner_size": 60}, CheckpointError, "do not have the .* features"),
         ("granitehybrid", {"ssm.group_count": 3}, CheckpointError, "4 Mamba-2 heads in 3 groups"),
         ("granitehybrid", {"rope.scaling.finetuned": True}, UnsupportedError, "attention.scale="),
         ("falcon-h1", {"ssm.state_size": None}, CheckpointError, "ssm.state_size=None is not a"),

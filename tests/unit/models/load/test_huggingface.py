@@ -86,11 +86,7 @@ def test_absent_keys_take_the_values_transformers_implies(tmp_path):
     "config",
     [
         {"architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_layer": 12, "n_head": 12},
-        {
-            "architectures": ["ZambaForCausalLM"],
-            "hybrid_layer_ids": "M-M*",
-            "head_dim": 0,
-        },
+        {"architectures": ["ZambaForCausalLM"], "hybrid_layer_ids": "M-M*", "head_dim": 0},
         {"architectures": ["Gemma3nForCausalLM"], "rope_parameters": {"full_attention": {}}},
         {"architectures": ["OPTForCausalLM"], "quantization_config": {"bits": 4}},
     ],

@@ -138,10 +138,7 @@ BOTH_ENDS = {"add_generation_prompt": True, "continue_final_message": True}
         ("/tokenize", {"prompt": "x", "more": 1}),
         ("/tokenize", {"prompt": "x", "add_special_tokens": None}),
         ("/tokenize", {"messages": [{"role": "user", "content": "x"}]} | BOTH_ENDS),
-        (
-            "/tokenize",
-            {"messages": [{"role": "user", "content": "x"}], "add_special_tokens": True},
-        ),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "add_special_tokens": True}),
         ("/detokenize", {"tokens": [-1]}),
         ("/detokenize", {"tokens": [SUMMARY.vocab_size]}),
         ("/detokenize", {"tokens": [True]}),

@@ -735,8 +735,7 @@ def test_harmony_s_constraint_holds_in_the_final_channel(serve):
 
 
 @pytest.mark.parametrize(
-    ("choice", "call", "reason"),
-    [(NAMED, A_CALL, "stop"), ("required", ITS_LIST, "tool_calls")],
+    ("choice", "call", "reason"), [(NAMED, A_CALL, "stop"), ("required", ITS_LIST, "tool_calls")]
 )
 def test_a_forced_call_reasons_first(serve, choice, call, reason):
     for engine, server in (

@@ -80,10 +80,7 @@ HERMES = {
     ),
 }
 #: Arguments with the closing tag in a string; and others, whose quotes hide no tag.
-WITH_TAG = (
-    '{"x": "a </tool_call> b"}',
-    '{"</tool_call>" : ["\\"<tool_call>{}</tool_call>" ]}',
-)
+WITH_TAG = ('{"x": "a </tool_call> b"}', '{"</tool_call>" : ["\\"<tool_call>{}</tool_call>" ]}')
 BROKEN = ('{"x": 5" wide}', '{"x": "5" wide"}', '{"x": "a}')
 for written in WITH_TAG:
     text = f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call> then'

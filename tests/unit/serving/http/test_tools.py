@@ -124,10 +124,7 @@ MERE_JSON = CallSyntax(parse_llama3_json)
 @pytest.mark.parametrize("choice", [None, "auto"])
 @pytest.mark.parametrize(
     ("fields", "kind"),
-    [
-        ({"response_format": JSON}, {"json_object": True}),
-        ({"guided_regex": "a+"}, {"regex": "a+"}),
-    ],
+    [({"response_format": JSON}, {"json_object": True}), ({"guided_regex": "a+"}, {"regex": "a+"})],
 )
 def test_a_model_may_call_instead_of_an_answer_of_the_form(choice, fields, kind):
     asked = {"tools": [ADD], "tool_choice": choice} | fields

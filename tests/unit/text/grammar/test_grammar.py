@@ -136,13 +136,7 @@ def accepts(grammar, tokenizer, text: str) -> bool:
         ),
         # Bounds are those of their type, in a list of several too.
         (
-            {
-                "json_schema": {
-                    "type": ["integer", "string", "null"],
-                    "minimum": 3,
-                    "maxLength": 2,
-                }
-            },
+            {"json_schema": {"type": ["integer", "string", "null"], "minimum": 3, "maxLength": 2}},
             ["3", "10", "null", '"ab"'],
             ["2", "-3", '"abc"', "true"],
         ),

@@ -135,10 +135,7 @@ class _MessageWriter:
             call = {
                 "id": _needed(item.call_id, "call_id", place),
                 "type": "function",
-                "function": {
-                    "name": name.shown_to_model,
-                    "arguments": _arguments(item, place),
-                },
+                "function": {"name": name.shown_to_model, "arguments": _arguments(item, place)},
             }
             self._of_assistant().setdefault("tool_calls", []).append(call)
         elif item.type == "item_reference":

@@ -13,8 +13,8 @@ from pydantic import Field
 
 from sametoken.serving.http.body import JsonRoute
 from sametoken.serving.http.rollouts import CONTROL_ERRORS, require_no_model, require_no_page
-from sametoken.serving.http.schemas import Strict
 from sametoken.serving.http.served import Served
+from sametoken.serving.http.unions import Strict
 
 _Text = Annotated[str, Field(min_length=1, max_length=4096)]
 

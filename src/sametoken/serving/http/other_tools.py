@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from sametoken.errors import shown
 from sametoken.serving.http.connections import LogRateLimit
+from sametoken.serving.http.unions import Given
 
 _logger = logging.getLogger(__name__)
 _logger.addFilter(LogRateLimit())
 
 
-class OtherTool(BaseModel):
+class OtherTool(Given):
     """A tool that is left out."""
-
-    model_config = ConfigDict(strict=True)
 
     type: str
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from sametoken.serving.http.schemas import Count, Strict
+from sametoken.serving.http.schemas import Count
+from sametoken.serving.http.unions import Strict
 
 _MAX_TENSORS, _MAX_DIMENSIONS, _MAX_PORT, _MAX_DIGITS = 2**16, 8, 2**16 - 1, 19
 

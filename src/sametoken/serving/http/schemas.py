@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from sametoken.errors import shown
 from sametoken.serving.http.errors import ApiError, invalid
 from sametoken.serving.http.tool_schemas import AllowedTools, EarlierCall, NamedChoice, Tools
+from sametoken.serving.http.unions import Given, Strict
 from sametoken.types.option_values import closest
 from sametoken.types.sampling_params import (
     MAX_BAD_WORD_CHARS,
@@ -141,12 +142,6 @@ Prompts = Annotated[
 ]
 
 
-class Strict(BaseModel):
-    """A JSON object with exactly the declared types, and no other fields."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
 class StreamOptions(Strict):
     """Options of a stream."""
 
@@ -174,10 +169,8 @@ class StructuredOutputsField(BaseModel):
     structural_tag: str | dict[str, Any] | None = None
 
 
-class JsonSchemaFormat(BaseModel):
+class JsonSchemaFormat(Given):
     """OpenAI's wrapping of a JSON Schema."""
-
-    model_config = ConfigDict(strict=True)
 
     name: str = ""
     description: str | None = None

@@ -8,30 +8,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Tag
+from pydantic import Field, Tag
 
 from sametoken.serving.http.custom_inputs import INPUT, input_arguments
-from sametoken.serving.http.unions import by_type
+from sametoken.serving.http.unions import Given, Strict, by_type
 
 Name = Annotated[str, Field(min_length=1)]
 
 
-class _Given(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class _Exact(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class FunctionCall(_Given):
+class FunctionCall(Given):
     """A function call of an earlier assistant message."""
 
     name: str
     arguments: str = ""
 
 
-class MessageToolCall(_Given):
+class MessageToolCall(Given):
     """A tool call of an earlier message."""
 
     id: str = ""
@@ -39,14 +31,14 @@ class MessageToolCall(_Given):
     function: FunctionCall
 
 
-class CustomInput(_Given):
+class CustomInput(Given):
     """The custom tool of an earlier call, and the text that it was called with."""
 
     name: str
     input: str
 
 
-class MessageCustomCall(_Given):
+class MessageCustomCall(Given):
     """A call of a custom tool in an earlier message."""
 
     id: str = ""
@@ -66,7 +58,7 @@ EarlierCall = Annotated[
 ]
 
 
-class FunctionDefinition(_Given):
+class FunctionDefinition(Given):
     """A function that the model may call; ``parameters`` is a JSON Schema."""
 
     name: Name
@@ -75,34 +67,34 @@ class FunctionDefinition(_Given):
     strict: bool | None = None
 
 
-class FunctionTool(_Given):
+class FunctionTool(Given):
     """A function that the model may call."""
 
     type: Literal["function"] = "function"
     function: FunctionDefinition
 
 
-class TextInput(_Given):
+class TextInput(Given):
     """Any text."""
 
     type: Literal["text"]
 
 
-class InputGrammar(_Given):
+class InputGrammar(Given):
     """What describes the text that a tool takes."""
 
     definition: str
     syntax: Literal["lark", "regex"]
 
 
-class GrammarInput(_Given):
+class GrammarInput(Given):
     """A text of a grammar."""
 
     type: Literal["grammar"]
     grammar: InputGrammar
 
 
-class NamedCustom(_Given):
+class NamedCustom(Given):
     """A tool that takes a text, which a model knows by its name."""
 
     name: Name
@@ -121,7 +113,7 @@ class CustomDefinition(NamedCustom):
     ) = None
 
 
-class CustomTool(_Given):
+class CustomTool(Given):
     """A tool that takes a text, which the model may call."""
 
     type: Literal["custom"]
@@ -159,20 +151,20 @@ Tools = Annotated[
 ]
 
 
-class ToolName(_Exact):
+class ToolName(Strict):
     """The name of a tool."""
 
     name: str
 
 
-class NamedTool(_Exact):
+class NamedTool(Strict):
     """The function that must be called."""
 
     type: Literal["function"] = "function"
     function: ToolName
 
 
-class NamedCustomTool(_Exact):
+class NamedCustomTool(Strict):
     """The custom tool that must be called."""
 
     type: Literal["custom"]
@@ -188,14 +180,14 @@ _NAMED = Annotated[NamedTool, Tag("NamedTool")] | Annotated[NamedCustomTool, Tag
 _Named = Annotated[_NAMED, by_type("NamedTool", function="NamedTool", custom="NamedCustomTool")]
 
 
-class AllowedNames(_Exact):
+class AllowedNames(Strict):
     """The tools that may be called, or of which one must be."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[_Named], Field(min_length=1, fail_fast=True)]
 
 
-class AllowedTools(_Exact):
+class AllowedTools(Strict):
     """A choice among some of the tools."""
 
     type: Literal["allowed_tools"]

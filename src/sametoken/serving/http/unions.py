@@ -1,10 +1,22 @@
-"""Unions of models, in which an object's type chooses its own."""
+"""Models of JSON objects in requests, and unions in which an object's type chooses its own."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Discriminator
+from pydantic import BaseModel, ConfigDict, Discriminator
+
+
+class Given(BaseModel):
+    """An object of exactly the declared types; other fields are ignored."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Strict(Given):
+    """An object of exactly the declared types, and no other fields."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 def by_type(other: str, /, **models: str) -> Discriminator:

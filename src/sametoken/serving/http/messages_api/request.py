@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Tag
+from pydantic import Field, Tag
 
 from sametoken.errors import shown
 from sametoken.serving.http.connections import LogRateLimit
@@ -25,7 +25,7 @@ from sametoken.serving.http.schemas import (
     StopText,
     null_is,
 )
-from sametoken.serving.http.unions import by_type
+from sametoken.serving.http.unions import Given, by_type
 from sametoken.types.option_values import closest
 from sametoken.types.sampling_params import MAX_STOPS
 
@@ -34,27 +34,21 @@ _logger = logging.getLogger(__name__)
 _logger.addFilter(LogRateLimit())
 
 
-class _Given(BaseModel):
-    """A JSON object of the declared types; other fields, as ``cache_control``, are ignored."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-
-class TextBlock(_Given):
+class TextBlock(Given):
     """Text."""
 
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(_Given):
+class ThinkingBlock(Given):
     """Reasoning of an earlier answer."""
 
     type: Literal["thinking"]
     thinking: str
 
 
-class ToolUseBlock(_Given):
+class ToolUseBlock(Given):
     """A call of an earlier answer."""
 
     type: Literal["tool_use"]
@@ -63,7 +57,7 @@ class ToolUseBlock(_Given):
     input: dict[str, Any]
 
 
-class ToolResultBlock(_Given):
+class ToolResultBlock(Given):
     """What a call returned; ``is_error`` is ignored, as no template has a place for it."""
 
     type: Literal["tool_result"]
@@ -73,7 +67,7 @@ class ToolResultBlock(_Given):
     ) = None
 
 
-class OtherBlock(_Given):
+class OtherBlock(Given):
     """A block of another type."""
 
     type: str
@@ -96,14 +90,14 @@ Block = Annotated[
 Blocks = Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
-class InputMessage(_Given):
+class InputMessage(Given):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Blocks
 
 
-class CustomTool(_Given):
+class CustomTool(Given):
     """A function that the client runs."""
 
     type: Literal["custom"] | None = None
@@ -119,7 +113,7 @@ MessageTool = Annotated[
 ]
 
 
-class ToolChoice(_Given):
+class ToolChoice(Given):
     """Whether the answer calls tools; ``name`` is of type tool."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -127,7 +121,7 @@ class ToolChoice(_Given):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(_Given):
+class Thinking(Given):
     """Whether the model reasons, and the most tokens of it."""
 
     type: Literal["enabled", "adaptive", "disabled"]
@@ -140,7 +134,7 @@ class OutputFormat(JsonSchemaFormat):
     type: Literal["json_schema"]
 
 
-class OutputConfig(_Given):
+class OutputConfig(Given):
     """Options of the answer."""
 
     effort: Effort | None = None

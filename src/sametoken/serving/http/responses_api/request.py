@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Tag
+from pydantic import Field, Tag
 
 from sametoken.errors import shown
 from sametoken.serving.http.errors import invalid
@@ -20,10 +20,9 @@ from sametoken.serving.http.schemas import (
     Limit,
     RequestId,
     SamplingFields,
-    Strict,
     null_is,
 )
-from sametoken.serving.http.unions import by_type
+from sametoken.serving.http.unions import Given, Strict, by_type
 from sametoken.types.sampling_params import MAX_LOGPROBS
 
 LOGPROBS = "message.output_text.logprobs"
@@ -46,10 +45,8 @@ _STATELESS = "nothing is stored; send the earlier items as input"
 Parts = Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
-class InputItem(BaseModel):
+class InputItem(Given):
     """One item of a conversation; which fields it needs depends on its type."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal[
         "message",
@@ -78,10 +75,8 @@ class NamedTool(Strict):
     name: str
 
 
-class AllowedTool(BaseModel):
+class AllowedTool(Given):
     """A tool that may be called. Those of other types than functions and custom ones never are."""
-
-    model_config = ConfigDict(strict=True)
 
     type: str
     name: str | None = None
@@ -96,10 +91,8 @@ class AllowedTools(Strict):
     tools: Annotated[list[AllowedTool], Field(fail_fast=True)]
 
 
-class TextFormat(BaseModel):
+class TextFormat(Given):
     """The constraint of the answer's text."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, Tag
+from pydantic import Field, Tag
 
 from sametoken.errors import shown
 from sametoken.serving.http.errors import invalid
@@ -26,7 +26,7 @@ from sametoken.serving.http.tool_schemas import (
 )
 from sametoken.serving.http.tool_schemas import CustomTool as ChatCustomTool
 from sametoken.serving.http.tool_schemas import FunctionTool as ChatFunctionTool
-from sametoken.serving.http.unions import by_type
+from sametoken.serving.http.unions import Given, by_type
 
 
 class FunctionTool(FunctionDefinition):
@@ -59,10 +59,8 @@ _Custom = Annotated[CustomTool, Tag("CustomTool")]
 _Other = Annotated[OtherTool, Tag("OtherTool")]
 
 
-class NamespaceTool(BaseModel):
+class NamespaceTool(Given):
     """Functions and custom tools under a name of their own."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["namespace"]
     name: Annotated[str, Field(min_length=1)]

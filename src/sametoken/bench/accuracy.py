@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sametoken.bench.datasets import load_dataset
 from sametoken.errors import ConfigError, UnsupportedError
-from sametoken.types.option_values import closest, listed, option
+from sametoken.types.option_values import closest, listed, option, require_least
 
 if TYPE_CHECKING:
     from sametoken.engine.unloaded import UnloadedModel
@@ -75,10 +75,7 @@ class TaskOptions:
     def __post_init__(self) -> None:
         if self.path is not None and GSM8K not in self.tasks:
             raise ConfigError("only gsm8k takes questions from a file", "leave path out")
-        for name, least in (("limit", 1), ("num_fewshot", 0), ("max_tokens", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name}={value} is not possible", f"use at least {least}")
+        require_least(self, limit=1, num_fewshot=0, max_tokens=1)
 
 
 def require_harness() -> None:

@@ -20,6 +20,7 @@ from sametoken.bench.request_stats import speculation_in
 from sametoken.bench.scrape import Counters
 from sametoken.errors import ConfigError, RequestError
 from sametoken.io.json_text import MAX_LINE_BYTES, parse_json
+from sametoken.types.option_values import require_least
 
 _DONE = b"[DONE]"
 _SHOWN_ERROR = 200
@@ -247,8 +248,7 @@ class Load:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.concurrency is not None and self.concurrency < 1:
-            raise ConfigError(f"concurrency={self.concurrency} is not possible", "use at least 1")
+        require_least(self, concurrency=1)
         if self.request_rate is not None and not self.request_rate > 0:
             raise ConfigError(
                 f"request_rate={self.request_rate} is not possible", "use a number above 0"

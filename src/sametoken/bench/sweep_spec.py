@@ -17,7 +17,7 @@ from sametoken.bench.workload import Workload
 from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError, shown
 from sametoken.io.json_text import parse_json
-from sametoken.types.option_values import listed
+from sametoken.types.option_values import listed, require_least
 from sametoken.types.speculative_config import cascade_label
 
 NO_DRAFTER = "none"
@@ -140,9 +140,7 @@ class Sweep:
                 raise ConfigError(
                     f"the sweep has no {name}", f"give one by --{name.replace('_', '-')}"
                 )
-        for name, least in (("num_iters", 1), ("warmup", 0)):
-            if (given := getattr(self, name)) < least:
-                raise ConfigError(f"{name}={given} is not possible", f"use at least {least}")
+        require_least(self, num_iters=1, warmup=0)
         path = Path(self.path) if self.path else None
         require_named(self.dataset, path)
         require_dataset(self.dataset, path)

@@ -15,7 +15,7 @@ from sametoken.config import option
 from sametoken.errors import ConfigError, RequestError
 from sametoken.io.bearer import bearer
 from sametoken.io.json_text import json_lines, parse_json
-from sametoken.types.option_values import listed, require_limits
+from sametoken.types.option_values import listed, require_least, require_limits
 from sametoken.types.request import EngineRequest
 from sametoken.types.sampling_params import SamplingParams, derive_seed
 
@@ -164,7 +164,6 @@ CHAT, COMPLETIONS, AUTO = "chat", "completions", "auto"
 APIS = (AUTO, COMPLETIONS, CHAT)
 #: Datasets of questions, which are sent to the chat endpoint by default.
 _CHAT_DATASETS = ("gsm8k", "humaneval", "mt-bench", SPEC_BENCH)
-_LEAST = {"num_prompts": 1, "input_len": 1, "output_len": 1, "repeats": 1, "warmup": 0, "trace": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +190,7 @@ class ServingWorkload:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"temperature={self.temperature} is not possible", "use 0 or more")
-        for name, minimum in _LEAST.items():
-            if getattr(self, name) < minimum:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} is not possible", f"use at least {minimum}"
-                )
+        require_least(self, num_prompts=1, input_len=1, output_len=1, repeats=1, warmup=0, trace=0)
         require_named(self.dataset, self.path)
         if self.api not in APIS:
             raise ConfigError(f"api {self.api!r} is not known", f"use {listed(APIS)}")

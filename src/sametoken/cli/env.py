@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import platform
 import shlex
@@ -34,6 +33,7 @@ def env(json_output: AsJson = False) -> None:
 def _facts() -> dict[str, Any]:
     import torch
 
+    from sametoken.bench.report import version_of
     from sametoken.config import EngineConfig
     from sametoken.engine.resolve import resolve_device
     from sametoken.io.cache_directory import cache_directory
@@ -45,7 +45,7 @@ def _facts() -> dict[str, Any]:
         "sametoken": sametoken.__version__,
         "python": platform.python_version(),
     }
-    facts |= {name: _version(name) for name in _PACKAGES}
+    facts |= {name: version_of(name) or "not installed" for name in _PACKAGES}
     facts |= {
         "platform": platform.platform(),
         "cpu": _cpu_name(),
@@ -58,13 +58,6 @@ def _facts() -> dict[str, Any]:
         "cache": str(cache_directory()),
     }
     return facts
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _cpu_name() -> str:

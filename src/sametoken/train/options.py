@@ -9,7 +9,7 @@ from typing import Any
 from sametoken.config import option
 from sametoken.errors import ConfigError
 from sametoken.models.load.settings import MAX_EXPERTS
-from sametoken.types.option_values import listed
+from sametoken.types.option_values import listed, require_least
 from sametoken.types.speculative_methods import default_aux_layers
 
 MAX_SEED = 2**31 - 1
@@ -64,18 +64,8 @@ class LoopOptions:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r} is not possible", f"use {listed(DTYPES)}")
-        for name, least in (
-            ("steps", 1),
-            ("batch_tokens", 1),
-            ("max_length", 3),
-            ("warmup_steps", 1),
-            ("checkpoint_every", 0),
-            ("seed", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} is not possible", f"use at least {least}"
-                )
+        require_least(self, steps=1, batch_tokens=1, max_length=3, warmup_steps=1)
+        require_least(self, checkpoint_every=0, seed=0)
         if self.seed > MAX_SEED:
             raise ConfigError(f"seed={self.seed} is not possible", f"use at most {MAX_SEED}")
         if not 0 < self.learning_rate < math.inf or not self.clip_norm > 0:
@@ -132,10 +122,7 @@ class Eagle3Options:
                 f"step_loss_decay={self.step_loss_decay} is not possible",
                 "use a number above 0 and up to 1",
             )
-        for name in ("intermediate_size", "num_kv_heads"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ConfigError(f"{name}={size} is not possible", "use at least 1")
+        require_least(self, intermediate_size=1, num_kv_heads=1)
         self.layer_ids(3)
 
     def layer_ids(self, num_layers: int) -> tuple[int, ...]:
@@ -198,10 +185,7 @@ class DraftOptions:
                 "hidden elements are not possible",
                 "use a hidden size that is an even number of times the heads",
             )
-        if self.intermediate_size is not None and self.intermediate_size < 1:
-            raise ConfigError(
-                f"intermediate_size={self.intermediate_size} is not possible", "use at least 1"
-            )
+        require_least(self, intermediate_size=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,8 +290,7 @@ class TokenMapOptions:
     validation: float = _validation()
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ConfigError(f"size={self.size} is not possible", "use at least 1")
+        require_least(self, size=1)
         if not 0 <= self.validation < 1:
             raise ConfigError(
                 f"validation={self.validation} is not possible", "use a share from 0 to below 1"

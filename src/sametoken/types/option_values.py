@@ -182,6 +182,18 @@ def require_limits(config: Any, skip: Collection[str] = ()) -> None:
             )
 
 
+def require_least(config: Any, **least: int) -> None:
+    """Refuse a number below the least one of its field; None passes.
+
+    Raises:
+        ConfigError: names the first of these fields, and its least number.
+    """
+    for name, low in least.items():
+        value = getattr(config, name)
+        if value is not None and value < low:
+            raise ConfigError(f"{name}={value} is not possible", f"use at least {low}")
+
+
 def require_path(name: str, given: str | None) -> None:
     """Refuse text that cannot be a path.
 

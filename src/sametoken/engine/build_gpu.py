@@ -14,7 +14,8 @@ from sametoken.layers.slices import SLICE_ROWS
 from sametoken.ops.compile_ahead import compiled_ahead
 from sametoken.ops.launch_sizes import ROW_MULTIPLE
 from sametoken.ops.model.latent_attention.heads_triton import MANY_ROWS
-from sametoken.ops.model.latent_attention.shape import ExpandedShape
+from sametoken.ops.model.latent_attention.hopper import FEW_TILES, PAIR_QUERIES, choose
+from sametoken.ops.model.latent_attention.shape import ExpandedShape, LatentShape
 from sametoken.ops.triton import TritonKernels
 from sametoken.runner.graphs import LayoutRing, StepGraphs
 from sametoken.runner.logits_processing import LogitsProcessing
@@ -90,7 +91,8 @@ def gpu_launchers(
         kernels.prove_quantized(counts, resolved.dtype, device)
         for launcher, captured in zip(eager, shapes, strict=True):
             states = launcher.step.all_states
-            for shape in (*captured, *eager_shapes(*sizes, all_states=states)):
+            short = many_tile_shapes(config.max_num_seqs, launcher.step)
+            for shape in (*captured, *eager_shapes(*sizes, all_states=states), *short):
                 launcher.run_padding(shape)
         if step.fast_form.expands:
             for shape in expanded_shapes(config.max_num_batched_tokens, step, resolved.dtype):
@@ -177,6 +179,27 @@ def eager_shapes(
         for windows, chunks, rows, width, longest in mixes
     )
     return list(dict.fromkeys(padded(shape, ROW_MULTIPLE) for shape in shapes))
+
+
+def many_tile_shapes(max_num_seqs: int, step: Step) -> list[StepShape]:
+    """Steps with prompts of a few tokens that latent attention has a kernel of its own for.
+
+    Splits of more than ``FEW_TILES`` query tiles have it, if few programs would compute whole rows.
+    """
+    longest_len = step.sequences.token_ids.shape[1]
+    latents = (one for one in mixers_of(step.model) if isinstance(one, LatentShape))
+    shapes = []
+    for heads in {one.num_heads for one in latents}:
+        for prompts in range(
+            ROW_MULTIPLE, min(max_num_seqs + ROW_MULTIPLE, FEW_TILES), ROW_MULTIPLE
+        ):
+            longest = FEW_TILES // prompts * PAIR_QUERIES // heads + 1
+            for rows in range(prompts, MOST_ROWS, ROW_MULTIPLE):
+                if choose(prompts, longest, rows, heads, longest_len, are_chunks=True).programs:
+                    shape = StepShape(1 + prompts, rows, 1, 1, 1, longest, step.all_states)
+                    shapes.append(padded(shape, ROW_MULTIPLE))
+                    break
+    return shapes
 
 
 def expanded_shapes(max_rows: int, step: Step, dtype: torch.dtype) -> list[StepShape]:

@@ -17,7 +17,12 @@ from helpers.launch_forms import (
     step_on_meta,
     write_shapes,
 )
-from sametoken.engine.build_gpu import captured_shapes, eager_shapes, expanded_shapes
+from sametoken.engine.build_gpu import (
+    captured_shapes,
+    eager_shapes,
+    expanded_shapes,
+    many_tile_shapes,
+)
 from sametoken.models.base import StandIn
 from sametoken.models.drafter_config import complete_drafter
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, SampledRows
@@ -172,7 +177,9 @@ PRODUCTS = ("_product_kernel", "streamed_kernel")
 
 
 #: A rank's share of them.
-EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
+EIGHT_HEADS, TEN_HEADS = (
+    {"num_attention_heads": heads, "num_key_value_heads": heads} for heads in (8, 10)
+)
 #: Of four layers.
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
@@ -187,6 +194,7 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
         ("glm-4.7-flash", "mtp", (64, 3, 8192, 33024), {}),
         ("glm-4.7-flash", None, (100, 0, 512, 8192), {}),
         ("glm-4.7-flash", None, (1024, 0, 4096, 4096), EIGHT_HEADS),
+        ("glm-4.7-flash", None, (17, 0, 2048, 8192), TEN_HEADS),
         ("lightning-30b-a3b", "mtp", (64, 5, 8192, 33024), {}),
         ("lightning-30b-a3b", None, (2, 0, 2048, 8192), {}),
         ("qwen3-30b-a3b", None, (256, 0, 8192, 33024), {}),
@@ -236,6 +244,7 @@ def start_and_run(
         step = step_on_meta(tmp_path / name, complete_drafter(spec)[0], *sizes, stored=stored)
         options = {"all_states": step.all_states}
         run_on_meta(step, compiled_shapes(engine, **options))
+        run_on_meta(step, many_tile_shapes(engine[0], step))
         compiled = set(forms)
         run_on_meta(step, steps_of(engine, num_steps, **options))
     assert len({kernel for kernel, _ in compiled}) > 12

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from io import FileIO
@@ -105,6 +106,7 @@ class SocketGroup(ProcessGroup):
     def __init__(self, rank: int, size: int, sockets: Sequence[socket.socket]) -> None:
         self.rank, self.size = rank, size
         self._sockets = sockets
+        weakref.finalize(self, _close, sockets)
 
     def gather(self, x: Tensor) -> Tensor:
         """See ``TensorParallel``."""
@@ -134,6 +136,11 @@ class SocketGroup(ProcessGroup):
 
     def abort(self) -> None:
         """A no-op: the kernel closes a dead rank's sockets, at which collectives end."""
+
+
+def _close(sockets: Sequence[socket.socket]) -> None:
+    for one in sockets:
+        one.close()
 
 
 def _bytes(x: Tensor) -> memoryview:

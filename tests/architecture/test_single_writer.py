@@ -23,9 +23,9 @@ RECURRENT = frozenset(("position", "num_pending"))
 FIELDS = SEQUENCES | RECURRENT
 #: Between steps the host; in a step one program a device; of recurrent state the same.
 HOST = {
-    ("state/commit.py", "admit"): {"token_ids", "num_tokens", "num_computed", "num_drafts"},
-    ("state/commit.py", "restart"): {"num_computed", "num_drafts"},
-    ("state/commit.py", "assign_blocks"): {"block_table"},
+    ("state/slots.py", "admit"): {"token_ids", "num_tokens", "num_computed", "num_drafts"},
+    ("state/slots.py", "restart"): {"num_computed", "num_drafts"},
+    ("state/slots.py", "assign_blocks"): {"block_table"},
     ("runner/kept_states.py", "CacheStates.restore"): RECURRENT,
 }
 REFERENCE = {

@@ -22,9 +22,9 @@ from sametoken.ops.step.reference import write_tables
 from sametoken.ops.step.types import NUM_COUNTS
 from sametoken.runner.step import Step
 from sametoken.state.caches import ModelCache
-from sametoken.state.commit import admit, assign_blocks
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
+from sametoken.state.slots import admit, assign_blocks
 from sametoken.types.layout import StepLayout
 from sametoken.types.plan import Admission, BlockAssignment, ScheduledRequest, StepPlan
 from sametoken.types.sampling_params import SamplingParams

@@ -22,9 +22,9 @@ from sametoken.runner.async_output import HostBuffer, OutputRing
 from sametoken.runner.logits_processing import LogitsProcessing
 from sametoken.runner.step import Step
 from sametoken.sampling.grammar_masks import SlotGrammars
-from sametoken.state import commit
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
+from sametoken.state.slots import admit
 from sametoken.types.layout import StepLayout
 from sametoken.types.plan import Admission, ScheduledRequest, StepPlan
 from sametoken.types.sampling_params import SamplingParams
@@ -222,7 +222,7 @@ def case_of(rows: Sequence[Row], slots: Sequence[int] | None = None, spare_slots
     table, grammars = SamplingTable.allocate(count, CPU), SlotGrammars(sequences)
     for slot, row in zip(slots, rows, strict=True):
         admission = row.admission(slot)
-        write_tables(commit.admit(sequences, admission) + table.admit(admission))
+        write_tables(admit(sequences, admission) + table.admit(admission))
         grammars.admit(admission)
         num_tokens = len(row.prompt) + len(row.output)
         first = num_tokens - row.num_query if row.num_computed is None else row.num_computed

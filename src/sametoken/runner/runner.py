@@ -16,8 +16,8 @@ from sametoken.runner.routed_experts import NO_RECORDER, Recorder
 from sametoken.runner.step import Step
 from sametoken.runner.stream import Stream
 from sametoken.runner.swap import SwapStore
-from sametoken.state.commit import admit, assign_blocks, restart
 from sametoken.state.sequences import NO_HISTORY, TokenHistory
+from sametoken.state.slots import admit, assign_blocks, restart
 from sametoken.state.upload import upload
 from sametoken.types.layout import NO_REQUESTS, StepLayout, StepShape, padded
 from sametoken.types.plan import StepPlan

@@ -1,4 +1,4 @@
-"""Device state by slot, written only by ``commit.py`` and ``StepOps.commit`` and ``publish``.
+"""Device state by slot, written only by ``slots.py``, ``StepOps.commit`` and ``publish``.
 
 Also the texts of earlier requests, for drafters. Drafts never decide emitted tokens, so reading
 other requests' texts changes no output.

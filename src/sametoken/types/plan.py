@@ -1,4 +1,4 @@
-"""The plan of one step: the host's only upload to the device."""
+"""The plan of one step: what the host wants the device to do."""
 
 from __future__ import annotations
 

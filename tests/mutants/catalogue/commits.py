@@ -18,7 +18,7 @@ from mutants.catalogue.planting import (
 from mutants.catalogue.shared_tests import FEW, FORMER_DRAFTS
 from sametoken.ops.sampling.sample import has_nan
 from sametoken.ops.step.types import HAS_NAN
-from sametoken.state import commit
+from sametoken.state import slots
 
 
 @mutant("rejected-drafts-committed", LAW, f"{FEW}[mixed]", "position", KERNELS)
@@ -49,7 +49,7 @@ def padding_commits(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("drafts-of-a-former-request", "vllm#39273", FORMER_DRAFTS, "acceptance", STATIC)
 def a_slot_keeps_its_drafts(patch: pytest.MonkeyPatch) -> None:
-    original = commit.admit
+    original = slots.admit
 
     def mutant(sequences, admission):
         kept = sequences.num_drafts[admission.slot].data_ptr()

@@ -9,7 +9,7 @@ from mutants.catalogue.shared_tests import WINDOW
 from sametoken.runner.swap import SwapStore
 from sametoken.scheduler.block_pool import block_keys
 from sametoken.scheduler.request_state import RequestState
-from sametoken.state import commit
+from sametoken.state import slots
 
 LOOKAHEAD_PREFIXES = (
     "tests/e2e/test_acceptance.py"
@@ -40,7 +40,7 @@ def drafter_kv_is_not_swapped(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("lost-kv-taken-for-computed", LAW, REPLAY, "position")
 def a_restart_does_not_reach_the_device(patch: pytest.MonkeyPatch) -> None:
-    substitute(patch, commit.restart, lambda sequences, slot: [])
+    substitute(patch, slots.restart, lambda sequences, slot: [])
 
 
 @mutant("evicted-block-saved-a-step-late", LAW, IDLE_PREFIX, "tokens")

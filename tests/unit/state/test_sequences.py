@@ -11,8 +11,8 @@ from helpers.step_scenes import ALL_OPS, DEVICE, integers, order_of, with_room
 from sametoken.ops.step import compact
 from sametoken.ops.step.reference import write_tables
 from sametoken.ops.step.types import LayoutTable
-from sametoken.state.commit import admit, assign_blocks
 from sametoken.state.sequences import NO_HISTORY, Sequences, TokenHistory
+from sametoken.state.slots import admit, assign_blocks
 from sametoken.types.layout import StepLayout
 from sametoken.types.plan import Admission, BlockAssignment, ScheduledRequest, StepPlan
 from sametoken.types.sampling_params import SamplingParams

@@ -12,9 +12,9 @@ from sametoken.ops.sampling import sample as reference
 from sametoken.ops.step import compact
 from sametoken.ops.step.reference import verify, write_tables
 from sametoken.ops.step.types import Chances, LayoutTable
-from sametoken.state.commit import admit
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
+from sametoken.state.slots import admit
 from sametoken.types.layout import StepLayout
 from sametoken.types.plan import Admission, ScheduledRequest, StepPlan
 from sametoken.types.sampling_params import SamplingParams

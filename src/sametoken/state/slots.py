@@ -1,6 +1,7 @@
 """What the host sets in ``Sequences``: a slot's new request, its blocks, and the loss of its KV.
 
-Together with ``StepOps.commit`` and ``publish`` these are the only writers
+The functions return writes, which ``StepOps.write_tables`` carries out. Together with
+``StepOps.commit`` and ``publish`` these are the only writers
 (tests/architecture/test_single_writer.py). Imported by ``runner.runner`` only.
 """
 

@@ -21,7 +21,6 @@ LINK_TARGET = re.compile(r"\]\([^)]*\)")
 
 #: A file or folder and a synonym that it may have, with the reason.
 EXCEPTIONS = {
-    ("docs/lossless.md", "row law"): "our name for the stronger form, given once",
     ("docs/audit.md", "verdict"): "what an audit finds is a verdict, to users and in its JSON",
     ("src/sametoken/audit", "verdict"): "the same",
     ("src/sametoken/cli/audit.py", "verdict"): "the same",

@@ -16,6 +16,7 @@ MAKERS = {
     "drafters/heads.py",
     "models/experts.py",
     "models/heads/base.py",
+    "models/heads/reader.py",
     "models/nemotron_h.py",
     "models/load/weights.py",
 }

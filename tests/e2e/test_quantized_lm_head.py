@@ -12,8 +12,8 @@ from helpers.forward import CPU
 from helpers.quantized import write_with_lm_head
 from helpers.updates import NGRAM, engine, said, same_weights, tensors_of
 from sametoken.errors import UnsupportedError
-from sametoken.models.heads.base import lm_head_of
 from sametoken.models.heads.eagle import Eagle1Checkpoint
+from sametoken.models.heads.reader import lm_head_of
 from sametoken.models.loader import load_model
 from sametoken.models.quantize import SCHEMES
 from sametoken.ops.model.gemm.tuning import GemmTable

@@ -92,7 +92,7 @@ def test_every_rank_takes_its_share(live, targets, truths, head):
     assert drive(live._engine) == truths[1]
     assert live.update_weights(targets[0], version=7) == 7
     assert drive(live._engine) == truths[0]
-    # Rank 0's own: no token depends on it.
+    # No token depends on a drafter's.
     own = live._engine.weights.own.drafter.model
     before = [one.clone() for one in in_place.tensors_of(own)]
     assert live.update_weights(tensors_of(head[1]).items(), target="drafter") == 7
@@ -234,7 +234,7 @@ def build():
 
 @pytest.mark.parametrize(("size", "mapped"), [(2, False), (2, True), (1, True)])
 def test_a_shared_lm_head_follows_the_target(tmp_path, build, size, mapped):
-    """A rank's copy of all rows, and copies cut to a token map: acceptance stays perfect."""
+    """A rank's rows, and copies cut to a token map: acceptance stays perfect."""
     old, new, head = write_foreseen(tmp_path)
     spec = {"method": "eagle", "model": str(head), "num_speculative_tokens": 2}
     if mapped:

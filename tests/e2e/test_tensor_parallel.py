@@ -160,7 +160,7 @@ def test_scarce_memory_and_preemption_change_nothing(files, truths, kind, method
 
 @pytest.mark.parametrize("kind", ["llama", "experts"])
 def test_a_drafter_that_is_the_target_is_always_right(files, kind):
-    """It runs whole on rank 0, so its logits differ by rounding alone."""
+    """Ranks divide it as they divide the target."""
     plain = [item for item in requests() if item.params.top_p == 1]
     answers = answer(files[kind], speculation(files, "self", kind), plain)
     assert answers.accepted == answers.offered > 0
@@ -175,7 +175,7 @@ def test_a_drafter_that_is_the_target_is_always_right(files, kind):
     ],
 )
 def test_a_head_is_right_as_often_as_with_one_rank(files, kind, method):
-    """It runs whole on rank 0, and shares what the target has divided.
+    """It is divided, or whole on each rank, and shares what the target has divided.
 
     Adaptive limits follow what a rank reads.
     """

@@ -128,8 +128,7 @@ def test_the_same_tokens(files, truth, method, max_num_seqs, eager):
     assert found.tokens == {name: truth[name] for name in found.tokens}
     assert (found.offered > 0) == (method != "plain")
     if method == "self":
-        # The draft model runs on one GPU: its logits differ by rounding from the target's.
-        assert found.accepted > 0.8 * found.offered
+        assert found.accepted == found.offered
 
 
 @pytest.mark.parametrize("method", ["plain", "ngram", "eagle3"])

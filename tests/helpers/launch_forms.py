@@ -23,6 +23,7 @@ from helpers.scripts import imported
 from sametoken.config import DUMMY
 from sametoken.drafters.base import Placement
 from sametoken.drafters.build import load_drafter, needs_of_drafter
+from sametoken.drafters.combined import share_drafter
 from sametoken.drafters.context import Coupling
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.load.dummy import dummy_reader
@@ -151,13 +152,14 @@ def step_on_meta(
     """
     backend = Backend(TritonKernels(GemmTable(hopper=True)), step_ops, ngram.lookup, suffix.search)
     config, dtype = read_config(path, load_format=DUMMY), torch.bfloat16
-    aux_layers = needs_of_drafter(spec, config, dtype, path, DUMMY).aux_layers
+    needs = needs_of_drafter(spec, config, dtype, path, DUMMY, parallel.size)
     quantization = read_quantization(config.extra, str(path))
     reader = dummy_reader(path, backend.model, dtype, META, (), parallel, quantization)
     target = model_class(config.architecture)(config, reader, max_positions=max_len).keeping(
-        aux_layers
+        needs.aux_layers
     )
-    placement = Placement(backend, dtype, META, max_len, max_num_seqs, DUMMY, path)
+    divides = parallel if needs.num_ranks > 1 else SINGLE_RANK
+    placement = Placement(backend, dtype, META, max_len, max_num_seqs, DUMMY, path, divides)
     drafter = load_drafter(spec, target, placement)
     k = spec.num_speculative_tokens if spec else 0
 
@@ -167,6 +169,7 @@ def step_on_meta(
         return ModelCache.allocate(caches, **sizes, device=META) if caches else None
 
     table = SamplingTable.allocate(max_num_seqs, META)
+    coupling = Coupling(backend.model.sample, table)
     return Step(
         sequences=Sequences.allocate(
             max_num_seqs=max_num_seqs,
@@ -181,9 +184,10 @@ def step_on_meta(
         kernels=backend.model,
         ops=step_ops,
         table=table,
-        drafter=drafter.attach(allocated(drafter.caches), Coupling(backend.model.sample, table)),
+        drafter=share_drafter(drafter.attach(allocated(drafter.caches), coupling), k, parallel),
         results=torch.zeros(max_num_seqs, NUM_COUNTS + k + 1, dtype=torch.int64, device=META),
-        all_states=spec is not None and spec.method in HEADS and not aux_layers,
+        all_states=spec is not None and spec.method in HEADS and not needs.aux_layers,
+        parallel=parallel,
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sametoken.drafters.context import Coupling, DraftContext
 from sametoken.errors import InvariantError
+from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.base import CausalLM
 from sametoken.models.load.sources import TensorSource
 from sametoken.ops.backend import Kernels
@@ -126,13 +127,15 @@ class DrafterNeeds:
 
     Attributes:
         aux_layers: the target's layers whose inputs it reads.
-        caches: the declarations of its own layers; empty without a model.
+        caches: the declarations of its own layers, on one rank; empty without a model.
         lookahead_slots: see ``Drafter``.
+        num_ranks: the ranks that divide it; 1: each of them has all of it.
     """
 
     aux_layers: tuple[int, ...] = ()
     caches: tuple[LayerCache, ...] = ()
     lookahead_slots: int = 0
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +173,7 @@ class Placement:
         max_positions: rows of rotary tables: ``max_model_len`` plus ``DRAFT_POSITIONS``.
         load_format: format of the drafter's checkpoint.
         target_path: the target's checkpoint, which may contain the drafter.
+        parallel: the ranks that divide the drafter's model.
     """
 
     backend: Backend
@@ -179,6 +183,7 @@ class Placement:
     max_positions: int
     load_format: str = "auto"
     target_path: Path = Path()
+    parallel: TensorParallel = SINGLE_RANK
 
 
 def require_memory(kv_cache: ModelCache | None) -> ModelCache:

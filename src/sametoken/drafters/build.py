@@ -37,6 +37,7 @@ def needs_of_drafter(
     dtype: torch.dtype,
     target_path: Path = Path(),
     load_format: str = "auto",
+    size: int = 1,
 ) -> DrafterNeeds:
     """What the drafter needs; known before the target is loaded.
 
@@ -45,6 +46,7 @@ def needs_of_drafter(
         target: the target's architecture.
         dtype: of the weights.
         target_path, load_format: as in ``Placement``.
+        size: the ranks that share the target.
 
     Raises:
         CheckpointError: the drafter's config.json is missing or malformed, or the target's
@@ -60,12 +62,13 @@ def needs_of_drafter(
     if kind is Kind.RECORDER:
         return DrafterNeeds(extracted_layers(spec, target.num_layers))
     if kind is Kind.MODEL:
-        return draft_model.needs_of(spec, dtype, load_format)
+        return draft_model.needs_of(spec, dtype, load_format, size)
     if kind is Kind.HEAD:
         head = fitting_head(spec, target, target_path, load_format)
-        caches = head.caches(dtype)
+        num_ranks = size if head.is_divisible(size) else 1
+        caches = tuple(one.divided(num_ranks) for one in head.caches(dtype))
         lookahead = eagle.lookahead_slots(spec.num_model_tokens) if caches else 0
-        return DrafterNeeds(head.aux_layers(target.num_layers), caches, lookahead)
+        return DrafterNeeds(head.aux_layers(target.num_layers), caches, lookahead, num_ranks)
     return DrafterNeeds()
 
 

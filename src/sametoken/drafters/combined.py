@@ -45,7 +45,8 @@ class SharedDrafter(DrafterAround):
     """Broadcasts rank 0's drafts to every rank.
 
     Args:
-        inner: the drafter; ``NoDrafter`` on other ranks, whose drafts are replaced.
+        inner: the drafter of each rank, which others may divide; ``NoDrafter`` on other ranks than
+            0 if it has no weights.
         parallel: the ranks.
     """
 

@@ -21,11 +21,12 @@ from sametoken.drafters.base import (
 from sametoken.drafters.context import Coupling, DraftContext
 from sametoken.models.base import CausalLM
 from sametoken.models.decoder import Decoder
+from sametoken.models.load.linear_format import UNQUANTIZED
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.sources import TensorSource
 from sametoken.models.load.weights import WeightReader
 from sametoken.models.loader import load_model, read_config
-from sametoken.models.registry import model_class
+from sametoken.models.registry import is_even, model_class
 from sametoken.ops.backend import Kernels
 from sametoken.ops.step.types import Chains
 from sametoken.state.caches import ModelCache
@@ -109,15 +110,25 @@ def lookahead_slots(k: int) -> int:
     return k - 1
 
 
-def needs_of(spec: SpeculativeConfig, dtype: torch.dtype, load_format: str) -> DrafterNeeds:
+def needs_of(
+    spec: SpeculativeConfig, dtype: torch.dtype, load_format: str, size: int
+) -> DrafterNeeds:
     """What ``load``'s drafter needs, from the draft model's config alone.
+
+    Arguments as in ``drafters.build.needs_of_drafter``.
 
     Raises:
         CheckpointError, UnsupportedError: as ``load``.
     """
-    config = read_config(Path(spec.model or ""), load_format=load_format)
-    caches = model_class(config.architecture).caches_of(config, dtype, spec.model or "")
-    return DrafterNeeds((), caches, lookahead_slots(spec.num_model_tokens))
+    path = Path(spec.model or "")
+    config = read_config(path, load_format=load_format)
+    family = model_class(config.architecture)
+    # A rank's columns may not begin within a group of quantized weights.
+    is_quantized = read_quantization(config.extra, str(path)) is not UNQUANTIZED
+    num_ranks = size if not is_quantized and is_even(family, config, size) else 1
+    declared = family.caches_of(config, dtype, str(path))
+    caches = tuple(one.divided(num_ranks) for one in declared)
+    return DrafterNeeds((), caches, lookahead_slots(spec.num_model_tokens), num_ranks)
 
 
 def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> LoadedDrafter:
@@ -135,6 +146,7 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
         device=placement.device,
         max_positions=placement.max_positions,
         load_format=placement.load_format,
+        parallel=placement.parallel,
     )
 
     def attach(kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
@@ -142,9 +154,9 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
         return DraftModelDrafter(model, require_memory(kv_cache), k, coupling, *sizes)
 
     def reload(source: TensorSource, target: CausalLM, kernels: Kernels) -> Decoder:
-        formats = read_quantization(model.config.extra, source.location)
+        formats, where = read_quantization(model.config.extra, source.location), placement
         reader = WeightReader(
-            source, kernels, placement.dtype, placement.device, quantization=formats
+            source, kernels, where.dtype, where.device, where.parallel, quantization=formats
         )
         return model.reloaded(reader)
 

@@ -28,12 +28,12 @@ from sametoken.errors import ConfigError, DrafterMismatchError, UnsupportedError
 from sametoken.io.files import read_json
 from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.models.decoder import Decoder
-from sametoken.models.heads.base import HeadInUse, lm_head_of
 from sametoken.models.heads.eagle import Eagle1Checkpoint, Eagle1Head
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint, Eagle3Head
 from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.heads.mtp_form import MTPHead
 from sametoken.models.heads.nextn import NextNCheckpoint, NextNHead
+from sametoken.models.heads.reader import HeadInUse, target_lm_head
 from sametoken.models.heads.state_head import StateHead, StateHeadCheckpoint
 from sametoken.models.load.sources import TensorSource
 from sametoken.ops.backend import Kernels
@@ -117,6 +117,7 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
             max_positions=placement.max_positions,
             token_ids=token_ids,
             quantize_fp8=quantize_fp8,
+            parallel=placement.parallel,
         )
         return head, offered.head_taken
 
@@ -124,7 +125,7 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
 
     def made_of(other: CausalLM, kernels: Kernels) -> Weight:
         assert isinstance(other, Decoder)
-        return lm_head_of(kernels, other.whole_head(), head.token_ids, quantize_fp8=quantize_fp8)
+        return target_lm_head(other, kernels, head.token_ids, placement.parallel, quantize_fp8)
 
     def attach(kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
         if isinstance(head, StateHead):
@@ -165,12 +166,20 @@ class _Offered:
         self.embedding, self.final_norm = target.embedding, target.final_norm
         self.head_taken, self._target, self._in_use = False, target, in_use
 
+    @property
+    def head(self) -> Weight | HeadInUse:
+        self.head_taken = True
+        return self._target.head if self._in_use is None else self._head_in_use(self._in_use)
+
     def whole_head(self) -> Weight | HeadInUse:
         self.head_taken = True
         if self._in_use is None:
             return self._target.whole_head()
+        return self._head_in_use(self._in_use)
+
+    def _head_in_use(self, made: Weight) -> HeadInUse:
         config = self._target.config
-        return HeadInUse(config.vocab_size, config.hidden_size, self._in_use)
+        return HeadInUse(config.vocab_size, config.hidden_size, made)
 
 
 def fitting_head(

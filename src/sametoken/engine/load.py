@@ -47,6 +47,7 @@ from sametoken.engine.step_memory import require_addressable
 from sametoken.engine.swap_plan import SwapPlan, plan_swap_of, require_swap
 from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction
+from sametoken.layers.parallel import SINGLE_RANK
 from sametoken.layers.rotary import DRAFT_POSITIONS
 from sametoken.models.adapted import AdaptedModel
 from sametoken.models.base import ModelConfig
@@ -125,7 +126,7 @@ class Requested:
 
     @property
     def all_states(self) -> bool:
-        """See ``Step``; alike on all ranks, though only rank 0 drafts and records."""
+        """See ``Step``; alike on all ranks, though only rank 0 records."""
         spec, last = self.config.speculative_config, self.architecture.num_layers
         # Heads without KV read sampled rows alone.
         has_kv = spec is not None and spec.method in HEADS and bool(self.needs.caches)
@@ -175,7 +176,8 @@ def validate(config: EngineConfig, announce: Callable[[str], None]) -> Requested
     config, architecture, reasons = _resolve_names(config, device, path, announce)
     dtype = resolve_dtype(config, architecture.dtype)
     spec, draft_format = config.speculative_config, config.draft_load_format
-    needs = needs_of_drafter(spec, architecture, dtype[0], path, draft_format)
+    size = config.tensor_parallel_size
+    needs = needs_of_drafter(spec, architecture, dtype[0], path, draft_format, size)
     require_drafter_files(spec, draft_format)
     requested = Requested(given, config, device, path, architecture, dtype, needs, reasons)
     require_fast_form(config, requested.caches)
@@ -359,9 +361,11 @@ def _load_models(requested: Requested, ranks: Ranks) -> tuple[Decoder, LoadedDra
     """Read the weights of this rank."""
     config, device, path = requested.config, requested.device, requested.path
     dtype, _ = requested.dtype
-    # Only rank 0 drafts, so only rank 0 loads the drafter.
-    spec = config.speculative_config if ranks.parallel.rank == 0 else None
-    layers = requested.needs.aux_layers if ranks.parallel.rank == 0 else ()
+    # Every rank runs a model that drafts; rank 0 alone looks drafts up, or records.
+    spec, leads = config.speculative_config, ranks.parallel.rank == 0
+    if spec is not None and not leads and TABLE[spec.method].kind not in (Kind.MODEL, Kind.HEAD):
+        spec = None
+    layers = requested.needs.aux_layers if spec is not None else ()
     max_len, own = requested.max_model_len, requested.caches
     require_addressable(config, own, device)
     max_positions = reachable_positions(config, own, device, max_len) + DRAFT_POSITIONS
@@ -380,7 +384,14 @@ def _load_models(requested: Requested, ranks: Ranks) -> tuple[Decoder, LoadedDra
         parallel=ranks.parallel,
     ).keeping(layers)
     placement = Placement(
-        backend, dtype, device, max_len, max_positions, config.draft_load_format, path
+        backend,
+        dtype,
+        device,
+        max_len,
+        max_positions,
+        config.draft_load_format,
+        path,
+        ranks.parallel if requested.needs.num_ranks > 1 else SINGLE_RANK,
     )
     drafter = load_drafter(spec, target, placement)
     drafter = replace(drafter, caches=stored_in(drafter.caches, kv_dtype(config, dtype)))

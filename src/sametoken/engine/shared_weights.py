@@ -27,7 +27,7 @@ from sametoken.models.load.adapter import AdapterConfig, StoredAdapter
 from sametoken.models.load.sent import SentTensors
 from sametoken.models.load.sources import TensorSource
 from sametoken.types.units import in_units
-from sametoken.types.weight_updates import DRAFTER, MODEL
+from sametoken.types.weight_updates import MODEL
 
 # To a follower, in the order of the plans.
 
@@ -55,12 +55,14 @@ class LoadShare:
         number: of the update, as an interrupted one leaves answers behind.
         path, num_bytes: of the memory.
         places: of the tensors in it.
+        target: as in ``Weights.load``.
     """
 
     number: int
     path: str
     num_bytes: int
     places: tuple[Place, ...]
+    target: str = MODEL
 
     def source(self) -> SentTensors:
         """The tensors."""
@@ -186,14 +188,11 @@ class LeadingWeights:
     def load(self, source: TensorSource, target: str) -> NewWeights:
         """See ``Weights``; no rank uses any of it yet."""
         self.own.require_target(target)
-        if target == DRAFTER:
-            # Rank 0 alone drafts.
-            return self.own.load(source, target)
         with update_errors():
             _kept, memory = _in_memory(source)
-        with agreed(self.ranks, lambda number: replace(memory, number=number)):
+        with agreed(self.ranks, lambda number: replace(memory, number=number, target=target)):
             new = self.own.load(source, target)
-        return NewWeights(SharedReplacement(new.replacement.pairs, self.ranks), of_target=True)
+        return replace(new, replacement=SharedReplacement(new.replacement.pairs, self.ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +273,7 @@ class FollowingWeights:
                 assert self._load_factors is not None
                 loaded = self._load_factors(message.shared.stored(), message.adapter)
             else:
-                loaded = self._own.load(message.source(), MODEL)
+                loaded = self._own.load(message.source(), message.target)
             with self._lock:
                 if self._number == message.number:
                     self._loaded = loaded

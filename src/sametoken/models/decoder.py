@@ -272,7 +272,7 @@ class Decoder:
         return self.head.matmul(hidden, out_dtype=torch.float32)
 
     def whole_head(self) -> Weight:
-        """The head with all its rows, for the rank that drafts.
+        """The head with all its rows, for drafters that ranks do not divide or that cut it.
 
         A rank with a part of the head reads all of it from the checkpoint, unless it is tied to
         the embedding; errors as in the class.

@@ -127,9 +127,24 @@ def require_divisible(config: ModelConfig, size: int) -> None:
         CheckpointError: a size is missing or impossible.
         ConfigError: a size is not divisible; named by its key in config.json.
     """
-    if size == 1:
-        return
-    model = model_class(config.architecture)
+    if size > 1:
+        _require_even(model_class(config.architecture), config, size)
+
+
+def is_even(model: type[Decoder], config: ModelConfig, size: int) -> bool:
+    """Whether ``size`` ranks divide the heads and features of a model of that class evenly.
+
+    Raises:
+        CheckpointError: a size is missing or impossible.
+    """
+    try:
+        _require_even(model, config, size)
+    except ConfigError:
+        return False
+    return True
+
+
+def _require_even(model: type[Decoder], config: ModelConfig, size: int) -> None:
     for name, count in model.divided_sizes(config).items():
         _require_multiple(name, count, size)
     for name, count in model.shared_sizes(config).items():

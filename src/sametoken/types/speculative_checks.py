@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 #: Keys of vLLM that are none here.
 _VLLM_KEYS = read_options("""
-draft_tensor_parallel_size tensor_parallel_size = 1 none:
-    drafters run whole on the first rank -> use 1, or leave it out
+draft_tensor_parallel_size tensor_parallel_size:
+    ranks divide a drafter as they divide its target, where its sizes allow
 disable_by_batch_size num_speculative_tokens_per_batch_size = none:
     the number of drafts follows the load -> leave it out
 enforce_eager/ = none:

@@ -20,7 +20,7 @@ TOKEN_MAP = (
     "tests/e2e/test_draft_heads.py::test_a_twin_is_right_wherever_the_map_has_the_token[3-0]"
 )
 SHARED_HEAD = (
-    "tests/e2e/test_shared_weight_updates.py::test_a_shared_lm_head_follows_the_target[2-False]"
+    "tests/e2e/test_shared_weight_updates.py::test_a_shared_lm_head_follows_the_target[2-True]"
 )
 CASCADE = "tests/e2e/test_cascade.py::test_the_model_s_kv_is_whole_after_turns_of_the_lookup[1]"
 PREFIXES = "tests/e2e/test_acceptance.py::test_shared_prefixes_and_chunk_edges_cost_no_acceptance"

@@ -17,6 +17,7 @@ from helpers.launch_forms import (
     step_on_meta,
     write_shapes,
 )
+from sametoken.distributed.peer_group import PeerGroup
 from sametoken.engine.build_gpu import (
     captured_shapes,
     eager_shapes,
@@ -31,6 +32,7 @@ from sametoken.ops.model.attention import hopper
 from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.ops.model.latent_attention import hopper as latent_hopper
 from sametoken.ops.model.recurrent.rule import FAST_ROWS
+from sametoken.ops.peers import Peers
 from sametoken.types.fast_prompts import ExpandedChunk, FastForm
 from sametoken.types.layout import StepShape, padded
 from sametoken.types.speculative_config import SpeculativeConfig
@@ -230,8 +232,26 @@ def test_start_up_compiles_hopper_s_kernels_of_latents_in_float8(tmp_path):
     assert {"pair_rows_kernel", "splits_kernel"} <= {kernel for kernel, _ in compiled}
 
 
+@pytest.mark.parametrize(
+    ("name", "method", "engine", "rank"),
+    [
+        ("qwen3-8b", "eagle3", (64, 3, 8192, 8192), 0),
+        ("qwen35-9b", "mtp", (64, 3, 8192, 8192), 1),
+        ("glm-4.7-flash", "mtp", (17, 3, 2048, 8192), 0),
+        ("lightning-30b-a3b", "mtp", (64, 5, 8192, 8192), 1),
+    ],
+)
+def test_start_up_compiles_every_kernel_of_a_rank(tmp_path, name, method, engine, rank):
+    """It divides the drafter too, and exchanges by kernels."""
+    write_shapes(tmp_path, name, {})
+    counts = torch.empty(512, dtype=torch.int32, device=META)
+    group = PeerGroup(Peers(rank, (1 << 40, 1 << 41), counts, counts[:1]), [])
+    compiled = start_and_run(tmp_path, name, method, engine, parallel=group)
+    assert "_exchange_kernel" in {kernel for kernel, _ in compiled}
+
+
 def start_and_run(
-    tmp_path, name, method, engine, stored=torch.bfloat16, *, num_steps: int = 24
+    tmp_path, name, method, engine, stored=torch.bfloat16, *, num_steps: int = 24, **options
 ) -> set:
     """What start-up compiles, which has to be all that steps launch."""
     spec = None
@@ -241,12 +261,12 @@ def start_and_run(
         spec = SpeculativeConfig(method=method, model=model, num_speculative_tokens=engine[1])
     with recorded() as forms:
         sizes = engine[0], engine[3]
-        step = step_on_meta(tmp_path / name, complete_drafter(spec)[0], *sizes, stored=stored)
-        options = {"all_states": step.all_states}
-        run_on_meta(step, compiled_shapes(engine, **options))
+        spec = complete_drafter(spec)[0]
+        step = step_on_meta(tmp_path / name, spec, *sizes, stored=stored, **options)
+        run_on_meta(step, compiled_shapes(engine, all_states=step.all_states))
         run_on_meta(step, many_tile_shapes(engine[0], step))
         compiled = set(forms)
-        run_on_meta(step, steps_of(engine, num_steps, **options))
+        run_on_meta(step, steps_of(engine, num_steps, all_states=step.all_states))
     assert len({kernel for kernel, _ in compiled}) > 12
     assert not {form for form in forms - compiled if form[0] not in PRODUCTS}
     return compiled

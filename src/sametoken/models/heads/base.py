@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Generic, Protocol, Self, TypeVar
+from typing import ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from sametoken.config import DUMMY
 from sametoken.errors import DrafterMismatchError, UnsupportedError
-from sametoken.layers.norm import RMSNorm
+from sametoken.layers.parallel import SINGLE_RANK, TensorParallel, gather_columns
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS
+from sametoken.models.heads.reader import ANOTHER_HEAD, HeadReader, SharedWeights
 from sametoken.models.heads.stored_names import head_source, with_prefix
 from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
 from sametoken.models.load.sources import TensorSource
-from sametoken.models.load.weights import Part, WeightReader
+from sametoken.models.load.weights import WeightReader
 from sametoken.ops.backend import AttentionRows, KeptRows, Kernels
 from sametoken.ops.cache_types import LayerCache
-from sametoken.ops.weight import CutWeight, UnquantizedWeight, Weight
+from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
 
 # Tensors of the target that some heads contain and none uses.
 UNUSED_TENSORS = (*DERIVED_TENSORS, "verifier_lm_head.weight", "verifier_norm.weight")
-_ANOTHER_HEAD = "use a head that was trained for this target"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,8 @@ class EagleHead(ABC):
         lm_head: [V', hidden], likewise; V' is V, or the length of ``token_ids``.
         token_ids: [V'] int64, ascending: the token of each logits column, and so the only ones to
             propose; None: column i is token i.
-        caches: the cache declaration of each layer.
+        caches: the cache declaration of each layer, on this rank.
+        parallel: the ranks that divide it; ``lm_head`` is this one's rows.
     """
 
     kernels: Kernels
@@ -68,6 +68,7 @@ class EagleHead(ABC):
     lm_head: Weight
     token_ids: Tensor | None
     caches: tuple[LayerCache, ...]
+    parallel: TensorParallel
 
     @property
     def tables(self) -> tuple[Weight, ...]:
@@ -111,114 +112,14 @@ class EagleHead(ABC):
 
     def compute_logits(self, last: Tensor) -> Tensor:
         """[R, hidden] to [R, V'] fp32 over the tokens that the head can propose."""
-        return self.lm_head.matmul(last, out_dtype=torch.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadInUse:
-    """A target's lm_head of which a head that runs has made its own: nobody reads it again.
-
-    Attributes:
-        out_features, in_features: of the target's.
-        made: what ``lm_head_of`` has made of it.
-    """
-
-    out_features: int
-    in_features: int
-    made: Weight
+        own = self.lm_head.matmul(last, out_dtype=torch.float32)
+        table = self.embedding.out_features
+        return gather_columns(
+            self.parallel, own, table if self.token_ids is None else len(self.token_ids)
+        )
 
 
 Head = TypeVar("Head")
-Shared = TypeVar("Shared", bound=Weight | HeadInUse)
-
-
-class SharedWeights(Protocol):
-    """The target's weights that a head may share; embedding and lm_head are [V, hidden]."""
-
-    embedding: UnquantizedWeight
-    final_norm: RMSNorm
-
-    def whole_head(self) -> Weight | HeadInUse:
-        """All rows of the target's lm_head; read from disk if this rank has only a part."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class HeadReader:
-    """Reads a head's weights; an embedding or lm_head that it lacks is the target's.
-
-    Attributes:
-        weights: reads the head's tensors, with the kernels that run it.
-        shared: the target's weights.
-        max_positions: rows of the rotary table.
-        token_ids: [V'] int64, ascending, the only tokens to propose; None: all, or those of the
-            head's own map.
-    """
-
-    weights: WeightReader
-    shared: SharedWeights
-    max_positions: int
-    token_ids: Tensor | None
-
-    def embedding(self, rows: int, hidden_size: int) -> UnquantizedWeight:
-        """The embedding [rows, hidden_size].
-
-        Raises:
-            DrafterMismatchError: the head has none, and the target's has another shape.
-        """
-        return self._own_or_shared("embed_tokens", rows, hidden_size, lambda: self.shared.embedding)
-
-    def lm_head(
-        self,
-        rows: int,
-        hidden_size: int,
-        permutation: Tensor | None = None,
-        name: str = "lm_head",
-    ) -> Weight:
-        """``lm_head_of`` the head's own [rows, hidden_size] if it has one, else of the target's.
-
-        ``permutation`` is as in ``Part``, for the head's own.
-
-        Raises:
-            DrafterMismatchError: as in ``embedding``.
-            UnsupportedError: as ``lm_head_of``.
-        """
-        linear = self.weights.quantization.format_of(name, self.weights.source)
-        if linear is None:
-            share = self.shared.whole_head
-            return self.made_of(self._own_or_shared(name, rows, hidden_size, share, permutation))
-        own = linear.read(self.weights, hidden_size, (Part(name, rows, permutation),))
-        return own if self.token_ids is None else self.made_of(own)
-
-    def target_lm_head(self) -> Weight:
-        """``lm_head_of`` the target's, which the reader packs and rounds as projections."""
-        return self.made_of(self.shared.whole_head())
-
-    def _own_or_shared(
-        self,
-        name: str,
-        rows: int,
-        hidden_size: int,
-        share: Callable[[], Shared],
-        permutation: Tensor | None = None,
-    ) -> UnquantizedWeight | Shared:
-        """The head's weight ``name`` if it exists, else the result of ``share``."""
-        if f"{name}.weight" in self.weights:
-            return self.weights.packed(hidden_size, Part(f"{name}.weight", rows, permutation))
-        shared = share()
-        if (shared.out_features, shared.in_features) != (rows, hidden_size):
-            raise DrafterMismatchError(
-                f"the draft head has no {name} of its own and expects one of "
-                f"{rows} x {hidden_size}, the target's is {shared.out_features} x "
-                f"{shared.in_features}",
-                _ANOTHER_HEAD,
-            )
-        return shared
-
-    def made_of(self, whole: Weight | HeadInUse) -> Weight:
-        """``lm_head_of`` a whole one, with the reader's tokens and rounding."""
-        weights = self.weights
-        return lm_head_of(weights.kernels, whole, self.token_ids, quantize_fp8=weights.quantize_fp8)
 
 
 class HeadCheckpoint(ABC, Generic[Head]):
@@ -269,6 +170,10 @@ class HeadCheckpoint(ABC, Generic[Head]):
         """
         return self
 
+    def is_divisible(self, size: int) -> bool:
+        """Whether ``size`` ranks, which divide the target, divide the head; by default none do."""
+        return False
+
     def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """The target's layers whose inputs the head reads, in its order.
 
@@ -281,7 +186,7 @@ class HeadCheckpoint(ABC, Generic[Head]):
 
     @abstractmethod
     def caches(self, dtype: torch.dtype) -> tuple[LayerCache, ...]:
-        """The cache declaration of each layer of a head with weights in ``dtype``."""
+        """The cache declaration of each layer, over all ranks, with weights in ``dtype``."""
         ...
 
     @abstractmethod
@@ -317,6 +222,7 @@ class HeadCheckpoint(ABC, Generic[Head]):
         max_positions: int,
         token_ids: Tensor | None = None,
         quantize_fp8: bool = False,
+        parallel: TensorParallel = SINGLE_RANK,
     ) -> Head:
         """Read the weights; an embedding or lm_head that the head lacks is the target's.
 
@@ -329,6 +235,7 @@ class HeadCheckpoint(ABC, Generic[Head]):
             token_ids: [V'] int64, ascending, on the device: the only tokens to propose, for a
                 head without a token map of its own.
             quantize_fp8: whether projections become fp8, except in a mixture of experts.
+            parallel: the ranks that divide the head.
 
         Raises:
             CheckpointError: a tensor is missing or differs in shape from the config.
@@ -342,12 +249,12 @@ class HeadCheckpoint(ABC, Generic[Head]):
                 dtype,
                 device,
                 self.optional_tensors,
-                quantization=self.quantization,
+                parallel,
+                self.quantization,
             )
         else:
-            weights = WeightReader(
-                self._open_tensors(), kernels, dtype, device, quantization=self.quantization
-            )
+            source, form = self._open_tensors(), self.quantization
+            weights = WeightReader(source, kernels, dtype, device, parallel, quantization=form)
         weights = replace(weights, quantize_fp8=quantize_fp8)
         head = self._build(HeadReader(weights, shared, max_positions, token_ids))
         weights.require_all_read(allowed=self.unused_tensors)
@@ -384,7 +291,7 @@ def require_sizes(vocab_size: int, hidden_size: int, target: ModelConfig) -> Non
         if mine != theirs:
             raise DrafterMismatchError(
                 f"the draft head expects a target of {mine} {what}, the target has {theirs}",
-                _ANOTHER_HEAD,
+                ANOTHER_HEAD,
             )
 
 
@@ -397,35 +304,5 @@ def require_layers(ids: tuple[int, ...], num_target_layers: int) -> None:
     if not all(0 <= i <= num_target_layers for i in ids):
         raise DrafterMismatchError(
             f"the draft head reads layers {ids}, the target has {num_target_layers} layers",
-            _ANOTHER_HEAD,
+            ANOTHER_HEAD,
         )
-
-
-def lm_head_of(
-    kernels: Kernels,
-    whole: Weight | HeadInUse,
-    token_ids: Tensor | None,
-    *,
-    quantize_fp8: bool = False,
-) -> Weight:
-    """The projection to the logits of ``token_ids``, or of all tokens; ``whole`` is unchanged.
-
-    With ``quantize_fp8`` a copy in fp8, of a weight that is not quantized.
-
-    Raises:
-        UnsupportedError: ``token_ids`` of a quantized weight whose rows this device cannot take.
-    """
-    if isinstance(whole, HeadInUse):
-        return whole.made
-    if token_ids is not None and isinstance(whole, CutWeight):
-        return whole.cut(token_ids)
-    if isinstance(whole, UnquantizedWeight):
-        if token_ids is not None:
-            whole = kernels.pack(whole.rows(token_ids))
-        return whole.quantize_fp8() if quantize_fp8 else whole
-    if token_ids is not None:
-        raise UnsupportedError(
-            "a quantized lm_head cannot be cut to a token_map in this format on this device",
-            "leave token_map out",
-        )
-    return whole

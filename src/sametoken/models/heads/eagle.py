@@ -52,10 +52,10 @@ from sametoken.models.blocks import (
     load_norm,
     rotary_of,
 )
+from sametoken.models.decoder import Decoder
 from sametoken.models.heads.base import (
     EagleHead,
     HeadCheckpoint,
-    HeadReader,
     HeadStates,
     index_of,
     refuse,
@@ -66,9 +66,12 @@ from sametoken.models.heads.layer_config import (
     read_head_quantization,
     read_layer_config,
 )
+from sametoken.models.heads.reader import HeadReader
 from sametoken.models.load.files import read_settings
+from sametoken.models.load.linear_format import UNQUANTIZED
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, WeightReader
+from sametoken.models.registry import is_even
 from sametoken.ops.backend import AttentionRows, KeptRows, RotaryTable
 from sametoken.ops.cache_types import PagedKV
 from sametoken.state.caches import ModelCache
@@ -188,6 +191,10 @@ class Eagle1Checkpoint(HeadCheckpoint[Eagle1Head]):
         """Refuse a target of another vocabulary or hidden size."""
         require_sizes(self.config.layer.vocab_size, self.config.layer.hidden_size, target)
 
+    def is_divisible(self, size: int) -> bool:
+        """See ``HeadCheckpoint``; a rank's columns may not begin within a quantized group."""
+        return self.quantization is UNQUANTIZED and is_even(Decoder, self.config.layer, size)
+
     def caches(self, dtype: torch.dtype) -> tuple[PagedKV, ...]:
         """See ``HeadCheckpoint``."""
         config = self.config
@@ -201,7 +208,8 @@ class Eagle1Checkpoint(HeadCheckpoint[Eagle1Head]):
         return Eagle1Head(
             config=self.config,
             kernels=weights.kernels,
-            caches=self.caches(weights.dtype),
+            caches=reader.caches(self.caches(weights.dtype)),
+            parallel=weights.parallel,
             embedding=reader.embedding(vocab_size, hidden_size),
             fc=weights.linear(2 * hidden_size, Part("fc", hidden_size), bias=fc_bias),
             layers=tuple(

@@ -66,10 +66,10 @@ from sametoken.models.blocks import (
     load_norm,
     rotary_of,
 )
+from sametoken.models.decoder import Decoder
 from sametoken.models.heads.base import (
     EagleHead,
     HeadCheckpoint,
-    HeadReader,
     HeadStates,
     index_of,
     refuse,
@@ -82,11 +82,14 @@ from sametoken.models.heads.layer_config import (
     read_layer_config,
 )
 from sametoken.models.heads.own_tokens import ascending, read_own_tokens
+from sametoken.models.heads.reader import HeadReader
 from sametoken.models.heads.stored_names import LAYER
 from sametoken.models.load.files import read_settings
 from sametoken.models.load.huggingface import open_weights
+from sametoken.models.load.linear_format import UNQUANTIZED
 from sametoken.models.load.settings import COMPARE, MAX_LAYERS, Settings
 from sametoken.models.load.weights import Part, WeightReader
+from sametoken.models.registry import is_even
 from sametoken.ops.backend import AttentionRows, KeptRows
 from sametoken.ops.cache_types import PagedKV
 from sametoken.state.caches import ModelCache
@@ -313,6 +316,10 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
         require_layers(ids, num_target_layers)
         return ids
 
+    def is_divisible(self, size: int) -> bool:
+        """See ``HeadCheckpoint``; a rank's columns may not begin within a quantized group."""
+        return self.quantization is UNQUANTIZED and is_even(Decoder, self.config.layer, size)
+
     def caches(self, dtype: torch.dtype) -> tuple[PagedKV, ...]:
         """See ``HeadCheckpoint``."""
         return (attention_cache(self.config.layer, dtype, self.config.window),)
@@ -327,7 +334,8 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
         return Eagle3Head(
             config=config,
             kernels=weights.kernels,
-            caches=self.caches(weights.dtype),
+            caches=reader.caches(self.caches(weights.dtype)),
+            parallel=weights.parallel,
             embedding=reader.embedding(layer.vocab_size, layer.hidden_size),
             aux_norms=_aux_norms(weights, config),
             fc=_fc(weights, config),

@@ -35,8 +35,9 @@ from torch.nn.functional import silu
 
 from sametoken.layers.linear import Linear
 from sametoken.models.base import ModelConfig
-from sametoken.models.heads.base import HeadReader, HeadStates, refuse, require_sizes
+from sametoken.models.heads.base import HeadStates, refuse, require_sizes
 from sametoken.models.heads.own_tokens import ascending, read_own_tokens
+from sametoken.models.heads.reader import HeadReader
 from sametoken.models.heads.state_head import StateHead, StateHeadCheckpoint
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.settings import MAX_LAYERS, Settings

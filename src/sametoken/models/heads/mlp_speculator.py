@@ -32,7 +32,8 @@ from torch.nn.functional import gelu
 
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates, ModelConfig
-from sametoken.models.heads.base import HeadReader, HeadStates, require_sizes
+from sametoken.models.heads.base import HeadStates, require_sizes
+from sametoken.models.heads.reader import HeadReader
 from sametoken.models.heads.state_head import StateHead, StateHeadCheckpoint
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part

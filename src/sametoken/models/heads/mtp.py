@@ -37,7 +37,6 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import attention_cache, load_centred_norm, rotary_of
 from sametoken.models.decoder import DERIVED_TENSORS, Decoder, DecoderLayer
 from sametoken.models.ernie4_5 import Ernie4_5_MoeForCausalLM
-from sametoken.models.heads.base import HeadReader
 from sametoken.models.heads.mtp_dense import ErnieForm, MiMoForm
 from sametoken.models.heads.mtp_form import (
     ANOTHER_METHOD,
@@ -47,6 +46,7 @@ from sametoken.models.heads.mtp_form import (
     MTPHead,
 )
 from sametoken.models.heads.mtp_nemotron_h import NemotronHForm
+from sametoken.models.heads.reader import HeadReader
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, WeightReader
 from sametoken.models.nemotron_h import NemotronHForCausalLM
@@ -140,6 +140,10 @@ class MTPCheckpoint(ModuleCheckpoint[MTPHead]):
         self._require_module("multi-token-prediction", self.prefix, claimed, self._form.fusion)
         self._form.require(settings)
 
+    def is_divisible(self, size: int) -> bool:
+        """See ``HeadCheckpoint``."""
+        return self._form.is_divisible(Settings(self.config.extra, str(self._directory)), size)
+
     def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """See ``HeadCheckpoint``."""
         return self._form.head.aux_layers(num_target_layers)
@@ -154,6 +158,7 @@ class MTPCheckpoint(ModuleCheckpoint[MTPHead]):
             embedding=reader.shared.embedding,
             module=self._form.load(self.config, reader),
             lm_head=reader.target_lm_head(),
-            caches=self.caches(reader.weights.dtype),
+            caches=reader.caches(self.caches(reader.weights.dtype)),
+            parallel=reader.weights.parallel,
             token_ids=reader.token_ids,
         )

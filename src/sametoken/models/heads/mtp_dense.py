@@ -29,8 +29,8 @@ from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.blocks import load_attention, load_mlp, load_norm, rotary_of
 from sametoken.models.decoder import DecoderLayer
 from sametoken.models.ernie4_5 import load_paired_attention
-from sametoken.models.heads.base import HeadReader
 from sametoken.models.heads.mtp_form import Module, ModuleForm, MTPHead
+from sametoken.models.heads.reader import HeadReader
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, WeightReader
 from sametoken.models.qwen2 import MiMoForCausalLM

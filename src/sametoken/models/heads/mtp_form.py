@@ -24,12 +24,11 @@ from sametoken.models.heads.base import (
     EagleHead,
     Head,
     HeadCheckpoint,
-    HeadReader,
     HeadStates,
-    SharedWeights,
     index_of,
     require_sizes,
 )
+from sametoken.models.heads.reader import HeadReader, SharedWeights
 from sametoken.models.heads.stored_names import with_prefix
 from sametoken.models.load.gguf_blocks import Blocks
 from sametoken.models.load.settings import Settings
@@ -146,6 +145,10 @@ class ModuleCheckpoint(HeadCheckpoint[Head]):
         """Refuse a target of another vocabulary or hidden size."""
         require_sizes(self.config.vocab_size, self.config.hidden_size, target)
 
+    def is_divisible(self, size: int) -> bool:
+        """See ``HeadCheckpoint``; its sizes are the target's."""
+        return True
+
     def _require_module(self, kind: str, prefix: str, num_layers: object, fusion: str) -> None:
         """Refuse a checkpoint without a module, or with one that is not implemented.
 
@@ -202,6 +205,10 @@ class ModuleForm(ABC):
             UnsupportedError: named by its key.
         """
         ...
+
+    def is_divisible(self, settings: Settings, size: int) -> bool:
+        """Whether ``size`` ranks, which divide the target, divide the module."""
+        return True
 
     @abstractmethod
     def load(self, config: ModelConfig, reader: HeadReader) -> Module:

@@ -23,9 +23,9 @@ from sametoken.layers.rotary import no_rotation
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_attention, load_norm
 from sametoken.models.decoder import DecoderLayer
-from sametoken.models.heads.base import HeadReader
 from sametoken.models.heads.mtp_form import Module, ModuleForm
-from sametoken.models.load.settings import Settings
+from sametoken.models.heads.reader import HeadReader
+from sametoken.models.load.settings import Settings, quantization_settings
 from sametoken.models.load.weights import Part
 from sametoken.models.nemotron_h import (
     ATTENTION,
@@ -56,6 +56,13 @@ class NemotronHForm(ModuleForm):
                 "is not supported",
                 "use one of attention and experts, or another speculative method",
             )
+
+    def is_divisible(self, settings: Settings, size: int) -> bool:
+        """See ``ModuleForm``; its experts have sizes of their own, and may be quantized."""
+        keys = "moe_intermediate_size", "moe_shared_expert_intermediate_size"
+        sizes = [_experts(settings).integer(key) for key in keys]
+        is_quantized = quantization_settings(settings.values, settings.location) is not None
+        return not is_quantized and all(one % size == 0 for one in sizes)
 
     def load(self, config: ModelConfig, reader: HeadReader) -> Module:
         """See ``ModuleForm.load``."""

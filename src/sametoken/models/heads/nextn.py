@@ -30,8 +30,9 @@ from sametoken.errors import UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_norm
 from sametoken.models.decoder import DERIVED_TENSORS, HEAD, DecoderLayer
-from sametoken.models.heads.base import HeadReader, HeadStates
+from sametoken.models.heads.base import HeadStates
 from sametoken.models.heads.mtp_form import ANOTHER_METHOD, Module, ModuleCheckpoint, ModuleHead
+from sametoken.models.heads.reader import HeadReader
 from sametoken.models.load.kv_scheme import has_scales, with_scales
 from sametoken.models.load.quantization import kv_strategy
 from sametoken.models.load.settings import Settings
@@ -90,17 +91,23 @@ class NextNCheckpoint(ModuleCheckpoint[NextNHead]):
                 norm=load_norm(config, weights, f"{prefix}shared_head.norm"),
             ),
             lm_head=self._load_head(reader),
-            caches=self._own_caches(weights),
+            caches=self._own_caches(reader),
+            parallel=weights.parallel,
             token_ids=reader.token_ids,
         )
 
-    def _own_caches(self, weights: WeightReader) -> tuple[LayerCache, ...]:
-        """Declared, with the module's scales of float8 KV where it has some."""
-        declared, attention = self.caches(weights.dtype), f"{self.prefix}self_attn"
+    def _own_caches(self, reader: HeadReader) -> tuple[LayerCache, ...]:
+        """This rank's, with the module's scales of float8 KV where it has some."""
+        weights, attention = reader.weights, f"{self.prefix}self_attn"
         strategy = kv_strategy(self.config.extra, str(self._directory))
+        declared = self.caches(weights.dtype)
+        own = reader.caches(declared)
         if strategy is None or not has_scales(weights, attention):
-            return declared
-        return tuple(with_scales(one, one, weights, attention, strategy) for one in declared)
+            return own
+        return tuple(
+            with_scales(one, whole, weights, attention, strategy)
+            for one, whole in zip(own, declared, strict=True)
+        )
 
     def _load_layer(self, reader: WeightReader, max_positions: int) -> DecoderLayer:
         config, prefix = self.config, self.prefix

@@ -16,7 +16,8 @@ from torch import Tensor
 from sametoken.errors import CheckpointError, ConfigError
 from sametoken.layers.linear import Linear
 from sametoken.models.base import HiddenStates
-from sametoken.models.heads.base import HeadCheckpoint, HeadReader, HeadStates, refuse
+from sametoken.models.heads.base import HeadCheckpoint, HeadStates, refuse
+from sametoken.models.heads.reader import HeadReader
 from sametoken.models.heads.stored_names import NamedSource
 from sametoken.models.load.files import read_settings
 from sametoken.models.load.settings import Settings, quantization_settings

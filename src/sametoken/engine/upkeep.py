@@ -52,6 +52,8 @@ class Upkeep:
             if new.of_target:
                 self.engine.scheduler.begin_weights(version)
                 self.engine.sleep.lacks_weights &= not new.replacement.pairs
+            else:
+                self.engine.scheduler.begin_drafter_weights()
 
         self.engine.at_rest(write)
         return version

@@ -45,7 +45,8 @@ class KVMemory:
     """What the block pool, kept states and the swap space do for a request or turn.
 
     Attributes:
-        weight_version: of the weights that compute KV now; prefix cache keys cover it.
+        weight_version: of the target's weights now.
+        num_updates: of the weights that compute KV, a drafter's too; prefix cache keys cover it.
     """
 
     limits: SchedulerLimits
@@ -53,13 +54,14 @@ class KVMemory:
     states: KeptStates
     swap: SwapSpace
     weight_version: int = 0
+    num_updates: int = 0
 
-    def begin_weights(self, version: int) -> None:
-        """From now on KV is computed with weights of a version that no earlier block had.
+    def begin_weights(self) -> None:
+        """From now on KV is computed with weights that no earlier block had.
 
         Prefixes in swap space and kept states stay under keys that no request has any more.
         """
-        self.weight_version = version
+        self.num_updates += 1
         self.pool.forget_prefixes()
 
     def keys(self, request: EngineRequest) -> tuple[bytes, ...]:
@@ -213,7 +215,7 @@ class KVMemory:
         may_cache = self.limits.enable_prefix_caching and self.limits.cache_emitted_blocks
         if not (may_cache and request.request.use_prefix_cache):
             return
-        if request.fast_end or request.weight_versions[0] != self.weight_version:
+        if request.fast_end or request.num_updates != self.num_updates:
             # Answers have the usual form, a longer prompt has not; or some KV is of older weights.
             return
         keys = self._kept_keys(request, num_kept_tokens)
@@ -284,7 +286,7 @@ class KVMemory:
     def _root(self, request: EngineRequest) -> bytes:
         """What a request's KV depends on beside its tokens: weights, and an adapter of its own."""
         adapter = _ADAPTER + request.adapter.to_bytes(4, "little") if request.adapter else b""
-        return (self.weight_version.to_bytes(8, "little") if self.weight_version else b"") + adapter
+        return (self.num_updates.to_bytes(8, "little") if self.num_updates else b"") + adapter
 
     def _start_after(self, request: RequestState, cached: CachedPrefix) -> CachedPrefix:
         """Cut a cached prefix to where the request can start; sets its start and chunk ends."""

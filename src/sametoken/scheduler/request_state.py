@@ -48,6 +48,7 @@ class RequestState:
         drafts: acceptance of its drafts.
         emitted: output tokens of processed steps, not cut at a stop or at the length limit.
         weight_versions: of the weights of its first step, and of its newest.
+        num_updates: before its first step, as in ``KVMemory``.
         fast_form: as in ``SchedulerLimits``.
         prompt_len: tokens of the prompt.
         fast_end: positions of it that run in the fast form.
@@ -72,6 +73,7 @@ class RequestState:
     drafts: DraftRecord = field(default_factory=DraftRecord)
     emitted: list[int] = field(default_factory=list)
     weight_versions: tuple[int, int] = (0, 0)
+    num_updates: int = 0
     fast_form: FastForm = NO_FAST_FORM
     prompt_len: int = field(init=False)
     fast_end: int = field(init=False)

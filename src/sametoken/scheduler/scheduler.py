@@ -133,6 +133,7 @@ class Scheduler:
             block_keys=self._memory.keys(request),
             bound=LenBound.known(len(request.prompt_token_ids)),
             weight_versions=(self.weight_version, self.weight_version),
+            num_updates=self._memory.num_updates,
             fast_form=self.limits.fast_form,
         )
 
@@ -146,12 +147,24 @@ class Scheduler:
         """
         if self._in_flight or version <= self.weight_version:
             raise InvariantError(f"weights of version {version} after {self.weight_version}")
-        self._memory.begin_weights(version)
-        for request in self._waiting.values():
-            request.weight_versions = (version, version)
-            request.block_keys = self._memory.keys(request.request)
+        self._memory.weight_version = version
         for request in (*self._running.values(), *self._swapped.values()):
             request.weight_versions = (request.weight_versions[0], version)
+        self.begin_drafter_weights()
+
+    def begin_drafter_weights(self) -> None:
+        """All later steps draft with other weights; whose KV they read as in ``begin_weights``.
+
+        Raises:
+            InvariantError: steps are in flight.
+        """
+        if self._in_flight:
+            raise InvariantError("weights change under steps in flight")
+        self._memory.begin_weights()
+        for request in self._waiting.values():
+            request.weight_versions = (self.weight_version, self.weight_version)
+            request.num_updates = self._memory.num_updates
+            request.block_keys = self._memory.keys(request.request)
 
     def forget_prefixes(self) -> None:
         """No later request reads KV of blocks that are free now; prefixes in swap space stay."""

@@ -195,6 +195,9 @@ class Versioned(Scripted):
         self._note(f"weights {version}")
         self.weight_version = version
 
+    def begin_drafter_weights(self) -> None:
+        self._note("drafter weights")
+
 
 def updatable(num_plans: int, steps_in_flight: int) -> tuple[EngineCore, Versioned]:
     scripted = Versioned(num_plans)
@@ -231,7 +234,7 @@ def test_versions_grow_and_are_the_target_s():
             core.upkeep.use_weights(weights, version)
     with drafter.used_or_dropped():
         assert core.upkeep.use_weights(drafter) == 3
-    assert scripted.log == ["write", "weights 3", *["drop"] * 5, "write"]
+    assert scripted.log == ["write", "weights 3", *["drop"] * 5, "write", "drafter weights"]
 
 
 def test_a_step_that_fails_before_new_weights_ends_the_engine():

@@ -429,6 +429,15 @@ class Driver:
         """Those that have begun keep their KV; nobody else finds it."""
         self.device.version += 1
         self.scheduler.begin_weights(self.device.version)
+        self.note_prompts()
+
+    def new_drafter_weights(self):
+        """Likewise; tokens, which are the target's, are computed as before."""
+        self.scheduler.begin_drafter_weights()
+        assert not len(self.scheduler._pool.prefix_cache)
+        self.note_prompts()
+
+    def note_prompts(self):
         for prompt in self.prompts.values():
             self.note_keys(prompt)
         self.check()
@@ -630,6 +639,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def new_weights(self):
         self.driver.new_weights()
+
+    @precondition(lambda self: not self.driver.results)
+    @rule()
+    def new_drafter_weights(self):
+        self.driver.new_drafter_weights()
 
     @rule()
     def forget_prefixes(self):

@@ -22,7 +22,7 @@ from sametoken.engine.core import EngineCore
 from sametoken.ops.cache_types import common_window
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.runner.async_output import OutputRing
-from sametoken.runner.kept_states import KeptStates
+from sametoken.runner.kept_states import KeptStateStore
 from sametoken.runner.logits_processing import LogitsProcessing
 from sametoken.runner.runner import StepRunner
 from sametoken.runner.step import Step
@@ -217,7 +217,7 @@ def build(
     step = noted(step, note)
     caches = (kv, *drafter.kv_caches)
     swap = SwapStore(caches, shape.num_host_blocks, 2**24, pinned=False)
-    states = KeptStates(caches, shape.num_kept_states)
+    states = KeptStateStore(caches, shape.num_kept_states)
     for memory in (memory for one in states.caches for memory in one.kept):
         memory.fill_(float("nan"))
     runner = StepRunner(

@@ -41,7 +41,7 @@ from sametoken.ops.out_of_memory import out_of_memory_as
 from sametoken.ops.step.types import Chances
 from sametoken.runner.adapters import NO_STEP_ADAPTERS, AdaptedSteps, AdaptedTarget, StepAdapters
 from sametoken.runner.async_output import OutputRing
-from sametoken.runner.kept_states import KeptStates
+from sametoken.runner.kept_states import KeptStateStore
 from sametoken.runner.logits_processing import LogitsProcessing
 from sametoken.runner.routed_experts import Recorder, recorder_of
 from sametoken.runner.runner import EagerLauncher, Launcher, Runner, StepRunner
@@ -204,7 +204,7 @@ def _assemble(loaded: Loaded, ranks: Ranks, announce: Callable[[str], None]) -> 
         swap=SwapStore(
             caches, loaded.swap.num_host_blocks, loaded.swap.limit, pinned=device.type == "cuda"
         ),
-        kept_states=KeptStates(caches, memory.num_kept_states),
+        kept_states=KeptStateStore(caches, memory.num_kept_states),
         stream=ranks.stream(device, steps),
         ring=ring,
         history=loaded.drafter.history,

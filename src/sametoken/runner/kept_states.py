@@ -66,7 +66,7 @@ class CacheStates:
         self.folded.num_pending[copy.slot].copy_(copy.position - folded)
 
 
-class KeptStates:
+class KeptStateStore:
     """Applies the state copies of plans to every cache with recurrent layers, in stream order.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 from sametoken.ops.step.types import LayoutTable, TableWrite
 from sametoken.runner.adapters import NO_STEP_ADAPTERS, StepAdapters
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
-from sametoken.runner.kept_states import KeptStates
+from sametoken.runner.kept_states import KeptStateStore
 from sametoken.runner.logits_processing import LogitsProcessing, StepLogitsProcessor
 from sametoken.runner.routed_experts import NO_RECORDER, Recorder
 from sametoken.runner.step import Step
@@ -116,7 +116,7 @@ class StepRunner:
     processing: LogitsProcessing
     launcher: Launcher
     swap: SwapStore
-    kept_states: KeptStates
+    kept_states: KeptStateStore
     stream: Stream
     ring: OutputRing
     history: TokenHistory = NO_HISTORY

@@ -16,7 +16,7 @@ from sametoken.ops.model.recurrent.layout import SlotRows
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.model.recurrent.rule import Folded
 from sametoken.ops.native.recurrent import NativePass, part_table
-from sametoken.runner.kept_states import CacheStates, KeptStates
+from sametoken.runner.kept_states import CacheStates, KeptStateStore
 
 ZERO_DRAFTS = (
     "tests/regression/test_vllm_39273.py::test_a_step_without_drafts_after_accepted_drafts"
@@ -126,7 +126,7 @@ def states_are_kept_after_the_next_step(patch: pytest.MonkeyPatch) -> None:
                 cache.folded_positions[copy.state] = copy.position
         late[:] = plan.kept_states
 
-    patch.setattr(KeptStates, "keep", mutant)
+    patch.setattr(KeptStateStore, "keep", mutant)
 
 
 @mutant("snapshot-committed-but-never-written", "docs/decisions/0024", NEMOTRON_KEPT, "tokens")

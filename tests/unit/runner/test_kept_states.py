@@ -12,7 +12,7 @@ from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaPara
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.model.recurrent.triton import TritonPass
 from sametoken.ops.native.backend import NativeKernels
-from sametoken.runner.kept_states import CacheStates, KeptStates
+from sametoken.runner.kept_states import CacheStates, KeptStateStore
 from sametoken.state.caches import ModelCache
 from sametoken.types.plan import StateCopy, StepPlan
 
@@ -113,7 +113,7 @@ def test_caches_without_recurrent_layers_have_no_states(num_states):
         ModelCache.allocate((one,), **sizes, device=DEVICE)
         for one in (PagedKV(1, 2, 2, torch.float32), Recurrent(RULE, torch.float32))
     )
-    states = KeptStates((dense, hybrid), num_states)
+    states = KeptStateStore((dense, hybrid), num_states)
     assert [one.slots for one in states.caches] == ([hybrid.slots] if num_states else [])
     states.restore(StepPlan(0))
     states.keep(StepPlan(0), hybrid.folded.position)

@@ -33,7 +33,7 @@ from sametoken.serving.http.middleware import (
 )
 from sametoken.serving.http.pages import page_routes
 from sametoken.serving.http.params import named_as_sent
-from sametoken.serving.http.responses import (
+from sametoken.serving.http.response_schemas import (
     ChatResponse,
     CompletionResponse,
     DetokenizeResponse,

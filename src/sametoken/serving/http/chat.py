@@ -35,7 +35,7 @@ from sametoken.serving.http.parsed import (
     with_one_call,
 )
 from sametoken.serving.http.reasoning_parsers import RenderedPrompt
-from sametoken.serving.http.responses import (
+from sametoken.serving.http.response_schemas import (
     CalledCustomTool,
     CalledFunction,
     ChatChoice,

@@ -32,7 +32,7 @@ from sametoken.serving.http.logprobs import (
     prompt_logprobs,
 )
 from sametoken.serving.http.params import completion_params, structured_outputs
-from sametoken.serving.http.responses import (
+from sametoken.serving.http.response_schemas import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionResponse,

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from sametoken.serving.http.errors import ApiError, as_api_error
-from sametoken.serving.http.responses import (
+from sametoken.serving.http.response_schemas import (
     PromptTokensDetails,
     SpeculationStats,
     Usage,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sametoken.serving.http.responses import (
+from sametoken.serving.http.response_schemas import (
     ChatLogprobs,
     CompletionLogprobs,
     PromptLogprobs,

@@ -18,7 +18,7 @@ from sametoken.errors import CheckpointError, shown
 from sametoken.serving.http.body import JsonRoute
 from sametoken.serving.http.errors import ApiError, invalid
 from sametoken.serving.http.ipc_handles import read_handles
-from sametoken.serving.http.responses import ErrorResponse
+from sametoken.serving.http.response_schemas import ErrorResponse
 from sametoken.serving.http.rollout_schemas import (
     FinishLoRARequest,
     FinishRequest,

@@ -23,7 +23,7 @@ from sametoken.serving.http.reasoning_parsers import (
     showing,
     with_marks,
 )
-from sametoken.serving.http.responses import ChatLogprobs, ModelCard
+from sametoken.serving.http.response_schemas import ChatLogprobs, ModelCard
 from sametoken.serving.http.schemas import Message
 from sametoken.serving.http.times import RequestTimes
 from sametoken.serving.http.tool_parsers import (

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from sametoken.serving.http.responses import Sent
+from sametoken.serving.http.response_schemas import Sent
 
 StopReason = Literal[
     "end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"

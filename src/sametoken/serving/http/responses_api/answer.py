@@ -21,7 +21,7 @@ from sametoken.serving.http.errors import ApiError
 from sametoken.serving.http.generation import Generation, named_event, respond, speculation_stats
 from sametoken.serving.http.params import named_as_sent
 from sametoken.serving.http.parsed import Parser
-from sametoken.serving.http.responses import TokenLogprob
+from sametoken.serving.http.response_schemas import TokenLogprob
 from sametoken.serving.http.responses_api.conversation import chat_request
 from sametoken.serving.http.responses_api.items import Events, ItemWriter, event
 from sametoken.serving.http.responses_api.objects import (

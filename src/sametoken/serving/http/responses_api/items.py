@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from sametoken.serving.http.parsed import FoundCall, GrowingAnswer, MoreArguments, Parser
-from sametoken.serving.http.responses import TokenLogprob
+from sametoken.serving.http.response_schemas import TokenLogprob
 from sametoken.serving.http.responses_api.objects import (
     CallItem,
     CustomCallItem,

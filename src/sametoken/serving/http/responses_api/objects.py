@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from sametoken.serving.http.responses import Sent, SpeculationStats, TokenLogprob
+from sametoken.serving.http.response_schemas import Sent, SpeculationStats, TokenLogprob
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

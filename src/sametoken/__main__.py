@@ -1,5 +1,21 @@
-"""The entry point of ``python -m sametoken``."""
+"""The entry point of the command, and of ``python -m sametoken``."""
 
-from sametoken.cli.main import main
+from __future__ import annotations
 
-main()
+import sys
+
+#: As ``cli.main`` has it, which is not loaded yet.
+_INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run the command line; an interrupt while its modules are loaded leaves no traceback."""
+    try:
+        from sametoken.cli import main as command
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+    command.main()
+
+
+if __name__ == "__main__":
+    main()

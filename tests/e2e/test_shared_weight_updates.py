@@ -258,3 +258,16 @@ def test_a_shared_lm_head_follows_the_target(tmp_path, build, size, mapped):
     with pytest.raises(WeightUpdateError, match="lm_head"):
         live.update_weights(own.items(), target="drafter")
     assert drive(live._engine, items) == after
+
+
+def test_a_draft_model_that_becomes_its_target_is_always_right(build, targets):
+    """Of every rank's part, also after hits of the prefix cache."""
+    items = [one for one in requests() if one.params.top_p == 1]
+    spec = {"method": "draft_model", "model": str(targets[1]), "num_speculative_tokens": 2}
+    live = build(config_of(targets[0], spec | {"draft_limits": "fixed"}))
+    before = drive(live._engine, items)
+    live.update_weights(tensors_of(targets[0]).items(), target="drafter")
+    after = drive(live._engine, items)
+    assert before.accepted < before.offered
+    assert after == before
+    assert after.accepted == after.offered > 0

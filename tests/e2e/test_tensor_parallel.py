@@ -6,6 +6,7 @@ here, except in one test; tests/unit/distributed/test_ranks.py has them as proce
 
 from __future__ import annotations
 
+import json
 from functools import cache, partial
 
 import pytest
@@ -19,16 +20,19 @@ from helpers.checkpoints import (
     write_llama,
     write_safeailab,
 )
+from helpers.dense_modules import write_module
 from helpers.families import write_family
 from helpers.gguf_files import write_gguf
 from helpers.harness import request, requests_of
 from helpers.hybrids import hybrid_config, hybrid_tensors, merged_experts, twin_config, twin_tensors
+from helpers.latents import write_nextn
 from helpers.nemotron import write_nemotron
 from helpers.recorded import RecordedLogits
 from helpers.state_heads import MEDUSA, MLP, write_circle, write_circle_head
 from helpers.thread_ranks import engine_over_threads
 from helpers.two_ranks import MAX_TOKENS, VOCAB, answer, config_of, drive, requests
 from sametoken.engine.build import build_engine
+from sametoken.ops.cache_types import bytes_per_block
 from sametoken.scheduler import kept_states
 
 SIZES = {
@@ -40,6 +44,8 @@ SIZES = {
 LLAMA = SIZES | {"num_hidden_layers": 4, "intermediate_size": 32}
 HYBRID = SIZES | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 ONE_KV_HEAD = {"num_key_value_heads": 1}
+#: Two ranks do not divide it.
+ODD = {"intermediate_size": 33}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
 DRAFTS = {
     "plain": None,
@@ -58,6 +64,7 @@ def files(tmp_path_factory):
     dense, twin = hybrid_config("qwen3_5", **HYBRID), twin_config(**HYBRID)
     experts = hybrid_config("qwen3_next", **HYBRID | ONE_KV_HEAD)
     one_group = SIZES | {"mamba_n_groups": 1}
+    (folder / "map.json").write_text(json.dumps(list(range(0, VOCAB, 2))))
     nemotron = SIZES | ONE_KV_HEAD | {"moe_latent_size": 6}
     return {
         "llama": write_llama(folder / "llama", **LLAMA),
@@ -66,6 +73,13 @@ def files(tmp_path_factory):
         "eagle": write_eagle1(folder / "eagle", eagle1_tensors(**LLAMA), **one_layer),
         "eagle3": write_safeailab(folder / "eagle3", head_tensors(**LLAMA), **one_layer),
         "headless": write_safeailab(folder / "headless", headless, **one_layer),
+        "map": folder / "map.json",
+        "odd": write_llama(folder / "odd", seed=9, **LLAMA | ODD),
+        "odd head": write_safeailab(
+            folder / "odd-head", head_tensors(**LLAMA | ODD), **one_layer | ODD
+        ),
+        "latent": write_nextn(folder / "latent", seed=3),
+        "mimo": write_module(folder / "mimo", "mimo"),
         "dense": write_checkpoint(folder / "dense", dense, hybrid_tensors(dense, seed=4)),
         "experts": write_checkpoint(
             folder / "experts", experts, merged_experts(hybrid_tensors(experts, seed=3))
@@ -81,10 +95,14 @@ def files(tmp_path_factory):
 
 
 def speculation(files, method, kind="llama"):
-    if method in ("self", "other"):
-        path = files[kind if method == "self" else "other"]
+    if method in ("self", "other", "odd"):
+        path = files[kind if method == "self" else method]
         return {"method": "draft_model", "model": str(path), "num_speculative_tokens": 3}
-    if method in ("eagle", "eagle3", "headless"):
+    if method == "mapped":
+        return speculation(files, "eagle") | {"token_map": str(files["map"])}
+    if method == "cascade":
+        return speculation(files, "headless") | {"cascade": "ngram"}
+    if method in ("eagle", "eagle3", "headless", "odd head"):
         name = "eagle" if method == "eagle" else "eagle3"
         return {"method": name, "model": str(files[method]), "num_speculative_tokens": 2}
     if method in (MEDUSA, MLP):
@@ -166,25 +184,49 @@ def test_a_drafter_that_is_the_target_is_always_right(files, kind):
     assert answers.accepted == answers.offered > 0
 
 
+#: Of the Llama: drafters that two ranks divide, and those that each has whole.
+DIVIDED = ("other", "eagle", "eagle3", "headless", "mapped", "cascade")
+WHOLE = ("odd", "odd head")
+
+
 @pytest.mark.parametrize(
     ("kind", "method"),
     [
-        *(("llama", method) for method in ("eagle", "eagle3", "headless")),
-        *((kind, "mtp") for kind in ("dense", "experts")),
+        *(("llama", method) for method in (*DIVIDED, *WHOLE)),
+        *((kind, "mtp") for kind in ("dense", "experts", "latent", "mimo")),
         *(("circle", method) for method in (MEDUSA, MLP)),
     ],
 )
-def test_a_head_is_right_as_often_as_with_one_rank(files, kind, method):
+def test_a_drafter_is_right_as_often_as_with_one_rank(files, kind, method):
     """It is divided, or whole on each rank, and shares what the target has divided.
 
     Adaptive limits follow what a rank reads.
     """
     drafts = speculation(files, method) | {"draft_limits": "fixed"}
-    two = answer(files[kind], drafts)
-    one = answer(files[kind], drafts, tensor_parallel_size=1)
+    options = {"steps_in_flight": 2, "prefill_chunk_size": 16}
+    two = answer(files[kind], drafts, **options)
+    one = answer(files[kind], drafts, tensor_parallel_size=1, **options)
     assert [tokens for tokens, _ in two.values()] == [tokens for tokens, _ in one.values()]
     assert (two.offered, two.accepted) == (one.offered, one.accepted)
     assert two.accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        *(("llama", method) for method in ("other", "eagle", "eagle3", *WHOLE)),
+        *((kind, "mtp") for kind in ("dense", "mimo")),
+    ],
+)
+def test_each_rank_has_a_part_of_a_drafter_and_of_its_kv(files, kind, method):
+    drafts, divided = speculation(files, method), method not in WHOLE
+    alone = build_engine(config_of(files[kind], drafts, tensor_parallel_size=1)).weights.drafter
+    with engine_over_threads(config_of(files[kind], drafts)) as (core, _):
+        own = core.weights.own.drafter
+        assert (own.weights_bytes < 0.8 * alone.weights_bytes) == divided
+        part, whole = (bytes_per_block(one.caches, 1) for one in (own, alone))
+        assert part * (1 + divided) == whole
+        drive(core)
 
 
 def test_a_module_that_is_its_target_s_twin_is_always_right(files):

@@ -7,7 +7,7 @@ import torch
 
 from sametoken.ops.model import partial_sum as reference
 from sametoken.ops.model import peers_triton
-from sametoken.ops.peers import FLAG_BYTES, Peers, buffer_bytes
+from sametoken.ops.peers import FLAG_BYTES, PeerBuffers, buffer_bytes
 
 CHANNELS = 128
 SHAPES = [(1, 4096), (5, 97), (64, 4096), (700, 2880), (1, 1), (0, 7)]
@@ -30,7 +30,9 @@ class Ranks:
         self.stopped = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         addresses = tuple(one.data_ptr() for one in self.buffers)
         self.peers = [
-            Peers(rank, addresses, torch.zeros(CHANNELS, dtype=torch.int32).cuda(), self.stopped)
+            PeerBuffers(
+                rank, addresses, torch.zeros(CHANNELS, dtype=torch.int32).cuda(), self.stopped
+            )
             for rank in range(size)
         ]
 

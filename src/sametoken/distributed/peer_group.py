@@ -18,7 +18,7 @@ from torch import Tensor
 from sametoken.distributed.process_group import ProcessGroup
 from sametoken.ops.backend import Kernels
 from sametoken.ops.model import peers_triton
-from sametoken.ops.peers import MOST_CHANNELS, Peers, buffer_bytes
+from sametoken.ops.peers import MOST_CHANNELS, PeerBuffers, buffer_bytes
 
 # Of cuda.h.
 _NATIVE_ATOMICS, _LAZY_ACCESS = 3, 1
@@ -41,7 +41,7 @@ class PeerGroup(ProcessGroup):
         buffers: the same, kept while this is.
     """
 
-    def __init__(self, peers: Peers, buffers: Sequence[_Buffer]) -> None:
+    def __init__(self, peers: PeerBuffers, buffers: Sequence[_Buffer]) -> None:
         self.rank, self.size = peers.rank, peers.size
         self._peers, self._buffers = peers, buffers
 
@@ -81,7 +81,7 @@ def peer_group(rank: int, size: int, store: Any) -> PeerGroup | None:
         return None
     counts = torch.zeros(MOST_CHANNELS, dtype=torch.int32, device="cuda")
     stopped = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    group = PeerGroup(Peers(rank, tuple(one.at for one in buffers), counts, stopped), buffers)
+    group = PeerGroup(PeerBuffers(rank, tuple(one.at for one in buffers), counts, stopped), buffers)
     return group if agreed.by_all("exchanged", _exchanges_rightly(group)) else None
 
 

@@ -27,6 +27,7 @@ from sametoken.drafters.heads import fitting_head, read_token_map
 from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.loader import open_checkpoint
+from sametoken.ops.cache_types import divided
 from sametoken.state.caches import ModelCache
 from sametoken.types.speculative_methods import HEADS, TABLE, Kind
 
@@ -66,7 +67,7 @@ def needs_of_drafter(
     if kind is Kind.HEAD:
         head = fitting_head(spec, target, target_path, load_format)
         num_ranks = size if head.is_divisible(size) else 1
-        caches = tuple(one.divided(num_ranks) for one in head.caches(dtype))
+        caches = divided(head.caches(dtype), num_ranks)
         lookahead = eagle.lookahead_slots(spec.num_model_tokens) if caches else 0
         return DrafterNeeds(head.aux_layers(target.num_layers), caches, lookahead, num_ranks)
     return DrafterNeeds()

@@ -28,6 +28,7 @@ from sametoken.models.load.weights import WeightReader
 from sametoken.models.loader import load_model, read_config
 from sametoken.models.registry import is_even, model_class
 from sametoken.ops.backend import Kernels
+from sametoken.ops.cache_types import divided
 from sametoken.ops.step.types import Chains
 from sametoken.state.caches import ModelCache
 
@@ -126,8 +127,7 @@ def needs_of(
     # A rank's columns may not begin within a group of quantized weights.
     is_quantized = read_quantization(config.extra, str(path)) is not UNQUANTIZED
     num_ranks = size if not is_quantized and is_even(family, config, size) else 1
-    declared = family.caches_of(config, dtype, str(path))
-    caches = tuple(one.divided(num_ranks) for one in declared)
+    caches = divided(family.caches_of(config, dtype, str(path)), num_ranks)
     return DrafterNeeds((), caches, lookahead_slots(spec.num_model_tokens), num_ranks)
 
 

@@ -164,22 +164,17 @@ class _Offered:
 
     def __init__(self, target: Decoder, in_use: Weight | None) -> None:
         self.embedding, self.final_norm = target.embedding, target.final_norm
-        self.head_taken, self._target, self._in_use = False, target, in_use
+        self.head_taken, self._target = False, target
+        self._in_use = None if in_use is None else HeadInUse(in_use)
 
     @property
     def head(self) -> Weight | HeadInUse:
         self.head_taken = True
-        return self._target.head if self._in_use is None else self._head_in_use(self._in_use)
+        return self._in_use or self._target.head
 
     def whole_head(self) -> Weight | HeadInUse:
         self.head_taken = True
-        if self._in_use is None:
-            return self._target.whole_head()
-        return self._head_in_use(self._in_use)
-
-    def _head_in_use(self, made: Weight) -> HeadInUse:
-        config = self._target.config
-        return HeadInUse(config.vocab_size, config.hidden_size, made)
+        return self._in_use or self._target.whole_head()
 
 
 def fitting_head(

@@ -188,17 +188,20 @@ def many_tile_shapes(max_num_seqs: int, step: Step) -> list[StepShape]:
     """
     longest_len = step.sequences.token_ids.shape[1]
     latents = (one for one in mixers_of(step.model) if isinstance(one, LatentShape))
+    most_prompts = min(max_num_seqs + ROW_MULTIPLE, FEW_TILES)
     shapes = []
-    for heads in {one.num_heads for one in latents}:
-        for prompts in range(
-            ROW_MULTIPLE, min(max_num_seqs + ROW_MULTIPLE, FEW_TILES), ROW_MULTIPLE
-        ):
-            longest = FEW_TILES // prompts * PAIR_QUERIES // heads + 1
-            for rows in range(prompts, MOST_ROWS, ROW_MULTIPLE):
-                if choose(prompts, longest, rows, heads, longest_len, are_chunks=True).programs:
-                    shape = StepShape(1 + prompts, rows, 1, 1, 1, longest, step.all_states)
-                    shapes.append(padded(shape, ROW_MULTIPLE))
-                    break
+    for heads, prompts in product(
+        {one.num_heads for one in latents}, range(ROW_MULTIPLE, most_prompts, ROW_MULTIPLE)
+    ):
+        longest = FEW_TILES // prompts * PAIR_QUERIES // heads + 1
+        takes_splits = (
+            rows
+            for rows in range(prompts, MOST_ROWS, ROW_MULTIPLE)
+            if choose(prompts, longest, rows, heads, longest_len, are_chunks=True).programs
+        )
+        if rows := next(takes_splits, 0):
+            shape = StepShape(1 + prompts, rows, 1, 1, 1, longest, step.all_states)
+            shapes.append(padded(shape, ROW_MULTIPLE))
     return shapes
 
 

@@ -64,6 +64,7 @@ from sametoken.ops.cache_types import (
     PagedKV,
     bytes_per_block,
     bytes_per_slot,
+    divided,
     stored_in,
 )
 from sametoken.ops.dispatch import Backend, attention_kernels, select_backend
@@ -115,7 +116,7 @@ class Requested:
         family = model_class(architecture.architecture)
         declared = family.caches_of(architecture, dtype, str(self.path))
         size = self.config.tensor_parallel_size
-        return stored_in((one.divided(size) for one in declared), kv_dtype(self.config, dtype))
+        return stored_in(divided(declared, size), kv_dtype(self.config, dtype))
 
     @property
     def located(self) -> EngineConfig:

@@ -183,6 +183,11 @@ def stored_in(caches: Iterable[LayerCache], dtype: torch.dtype) -> tuple[LayerCa
     )
 
 
+def divided(caches: Iterable[LayerCache], size: int) -> tuple[LayerCache, ...]:
+    """Of declarations over ``size`` ranks, those of one."""
+    return tuple(cache.divided(size) for cache in caches)
+
+
 def bytes_per_block(caches: Iterable[LayerCache], block_size: int) -> int:
     """Bytes of one block of ``block_size`` tokens over all layers."""
     return sum(one.nbytes for cache in caches for one in cache.block_shapes(block_size))

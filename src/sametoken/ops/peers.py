@@ -22,7 +22,7 @@ MOST_CHANNELS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
+class PeerBuffers:
     """The buffers of all ranks, as this rank's device sees them.
 
     Attributes:

@@ -45,7 +45,6 @@ class KVMemory:
     """What the block pool, kept states and the swap space do for a request or turn.
 
     Attributes:
-        weight_version: of the target's weights now.
         num_updates: of the weights that compute KV, a drafter's too; prefix cache keys cover it.
     """
 
@@ -53,7 +52,6 @@ class KVMemory:
     pool: BlockPool
     states: KeptStates
     swap: SwapSpace
-    weight_version: int = 0
     num_updates: int = 0
 
     def begin_weights(self) -> None:

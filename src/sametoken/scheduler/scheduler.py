@@ -41,6 +41,7 @@ class Scheduler:
 
     Attributes:
         num_preemptions: requests swapped out, each time.
+        weight_version: of the target's weights that later steps run with.
         prefix_cache_queries: prompt tokens of admitted requests that were looked up.
         prefix_cache_hits: prompt tokens of them that the prefix cache supplied.
         swapped_prefix_hits: those of them that came from swap space.
@@ -52,6 +53,7 @@ class Scheduler:
         self.prefix_cache_hits = 0
         self.swapped_prefix_hits = 0
         self.num_preemptions = 0
+        self.weight_version = 0
         self.admits = True
         self.limits = limits
         self._pool = BlockPool(limits.num_blocks)
@@ -70,11 +72,6 @@ class Scheduler:
         self._in_flight: deque[_StepInFlight] = deque()
         self._next_step_id = 0
         self._next_admission = 0
-
-    @property
-    def weight_version(self) -> int:
-        """The version of the weights that later steps run with."""
-        return self._memory.weight_version
 
     @property
     def has_unfinished(self) -> bool:
@@ -147,19 +144,23 @@ class Scheduler:
         """
         if self._in_flight or version <= self.weight_version:
             raise InvariantError(f"weights of version {version} after {self.weight_version}")
-        self._memory.weight_version = version
+        self.weight_version = version
         for request in (*self._running.values(), *self._swapped.values()):
             request.weight_versions = (request.weight_versions[0], version)
-        self.begin_drafter_weights()
+        self._begin_kv()
 
     def begin_drafter_weights(self) -> None:
-        """All later steps draft with other weights; whose KV they read as in ``begin_weights``.
+        """All later steps draft with other weights; no later request reads KV of older ones.
 
         Raises:
             InvariantError: steps are in flight.
         """
         if self._in_flight:
-            raise InvariantError("weights change under steps in flight")
+            raise InvariantError("a drafter's weights change under steps in flight")
+        self._begin_kv()
+
+    def _begin_kv(self) -> None:
+        """Requests that have not begun read no KV of older weights."""
         self._memory.begin_weights()
         for request in self._waiting.values():
             request.weight_versions = (self.weight_version, self.weight_version)

@@ -32,7 +32,7 @@ from sametoken.ops.model.attention import hopper
 from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.ops.model.latent_attention import hopper as latent_hopper
 from sametoken.ops.model.recurrent.rule import FAST_ROWS
-from sametoken.ops.peers import Peers
+from sametoken.ops.peers import PeerBuffers
 from sametoken.types.fast_prompts import ExpandedChunk, FastForm
 from sametoken.types.layout import StepShape, padded
 from sametoken.types.speculative_config import SpeculativeConfig
@@ -245,7 +245,7 @@ def test_start_up_compiles_every_kernel_of_a_rank(tmp_path, name, method, engine
     """It divides the drafter too, and exchanges by kernels."""
     write_shapes(tmp_path, name, {})
     counts = torch.empty(512, dtype=torch.int32, device=META)
-    group = PeerGroup(Peers(rank, (1 << 40, 1 << 41), counts, counts[:1]), [])
+    group = PeerGroup(PeerBuffers(rank, (1 << 40, 1 << 41), counts, counts[:1]), [])
     compiled = start_and_run(tmp_path, name, method, engine, parallel=group)
     assert "_exchange_kernel" in {kernel for kernel, _ in compiled}
 

@@ -14,7 +14,7 @@ from sametoken.layers.parallel import TensorParallel, of_rank
 from sametoken.layers.share import Split
 from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.backend import Kernels
-from sametoken.ops.cache_types import LayerCache
+from sametoken.ops.cache_types import LayerCache, divided
 from sametoken.ops.weight import CutWeight, UnquantizedWeight, Weight
 
 #: The remedy for a head of another target.
@@ -26,12 +26,9 @@ class HeadInUse:
     """A target's lm_head of which a head that runs has made its own: nobody reads it again.
 
     Attributes:
-        out_features, in_features: of the target's.
         made: what ``lm_head_of`` has made of it.
     """
 
-    out_features: int
-    in_features: int
     made: Weight
 
 
@@ -70,7 +67,7 @@ class HeadReader:
 
     def caches(self, declared: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
         """Of declarations over all ranks, those of this one."""
-        return tuple(one.divided(self.weights.parallel.size) for one in declared)
+        return divided(declared, self.weights.parallel.size)
 
     def embedding(self, rows: int, hidden_size: int) -> UnquantizedWeight:
         """The embedding [rows, hidden_size], whole on every rank.
@@ -118,7 +115,7 @@ class HeadReader:
             self.shared, weights.kernels, self.token_ids, weights.parallel, weights.quantize_fp8
         )
 
-    def made_of(self, whole: Weight | HeadInUse) -> Weight:
+    def made_of(self, whole: Weight) -> Weight:
         """This rank's rows of a whole lm_head, with the reader's tokens and rounding."""
         weights, rows = self.weights, self.token_ids
         if rows is None and weights.parallel.size > 1:

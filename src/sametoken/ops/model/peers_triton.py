@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sametoken.ops.launch_sizes import cdiv
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
-from sametoken.ops.peers import BLOCK_BYTES, FLAG_BYTES, Peers
+from sametoken.ops.peers import BLOCK_BYTES, FLAG_BYTES, PeerBuffers
 
 #: Looks at a flag between two at whether the engine has stopped, which lies in host memory.
 _LOOKS = tl.constexpr(4096)
@@ -26,7 +26,7 @@ _VECTOR = 16
 
 
 def partial_sum(
-    own: Tensor, peers: Peers, dtype: torch.dtype, bias: Tensor | None = None
+    own: Tensor, peers: PeerBuffers, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
     """This rank's [T, N] fp32 -> [T, N], the same on all; see ``Kernels.partial_sum``."""
     assert own.dtype == torch.float32
@@ -37,7 +37,7 @@ def partial_sum(
     return out
 
 
-def gather(own: Tensor, peers: Peers) -> Tensor:
+def gather(own: Tensor, peers: PeerBuffers) -> Tensor:
     """[...] of every rank, bit for bit, to [size, ...] in rank order."""
     out = own.new_empty((peers.size, *own.shape))
     words = _words(own.contiguous(), torch.uint8)
@@ -54,7 +54,7 @@ def _words(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _exchange_all(
-    own: Tensor, bias: Tensor | None, out: Tensor, peers: Peers, width: int, SUM: bool
+    own: Tensor, bias: Tensor | None, out: Tensor, peers: PeerBuffers, width: int, SUM: bool
 ) -> None:
     if length := own.numel():
         programs = min(cdiv(length, _BLOCK.value), peers.channels)

@@ -13,7 +13,7 @@ from helpers.compiled import compile_launches
 from sametoken.io.forks import call_in_forks
 from sametoken.ops.model import partial_sum as reference
 from sametoken.ops.model import peers_triton
-from sametoken.ops.peers import FLAG_BYTES, Peers, buffer_bytes
+from sametoken.ops.peers import FLAG_BYTES, PeerBuffers, buffer_bytes
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="forks use no GPU; tests/gpu/test_peers_gpu.py does"
@@ -35,9 +35,9 @@ def not_stopped() -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int32).share_memory_()
 
 
-def peers_of(rank: int, buffers: torch.Tensor, channels: int, stopped: torch.Tensor) -> Peers:
+def peers_of(rank: int, buffers: torch.Tensor, channels: int, stopped: torch.Tensor) -> PeerBuffers:
     counts = torch.zeros(channels, dtype=torch.int32)
-    return Peers(rank, tuple(one.data_ptr() for one in buffers), counts, stopped)
+    return PeerBuffers(rank, tuple(one.data_ptr() for one in buffers), counts, stopped)
 
 
 def linger(monkeypatch, rank: int) -> None:
@@ -52,7 +52,7 @@ def linger(monkeypatch, rank: int) -> None:
     monkeypatch.setattr(peers_triton, "_of_rank", read_later)
 
 
-def meet(rank: int, peers: list[Peers], met: torch.Tensor, monkeypatch) -> None:
+def meet(rank: int, peers: list[PeerBuffers], met: torch.Tensor, monkeypatch) -> None:
     """Exchange in turns with the other ranks."""
     linger(monkeypatch, rank)
     try:
@@ -62,7 +62,7 @@ def meet(rank: int, peers: list[Peers], met: torch.Tensor, monkeypatch) -> None:
         peers[rank].stopped[0] = not met[rank]
 
 
-def exchange_in_turns(peers: Peers) -> None:
+def exchange_in_turns(peers: PeerBuffers) -> None:
     for turn in range(TURNS):
         generator = torch.Generator().manual_seed(turn)
         rows, width = SHAPES[turn % len(SHAPES)]
@@ -109,11 +109,11 @@ def test_nobody_waits_once_the_engine_has_stopped():
 def test_the_kernel_compiles_for_a_gpu(tmp_path):
     code = """
 from sametoken.ops.model import peers_triton
-from sametoken.ops.peers import Peers
+from sametoken.ops.peers import PeerBuffers
 
 counts = torch.empty(512, dtype=torch.int32, device="meta")
 for size, shapes in ((2, ((1, 4096), (4096, 4096))), (8, ((3, 97),))):
-    peers = Peers(1, tuple(range(2**40, 2**40 + size * 4096, 4096)), counts, counts[:1])
+    peers = PeerBuffers(1, tuple(range(2**40, 2**40 + size * 4096, 4096)), counts, counts[:1])
     for rows, width in shapes:
         own = torch.empty(rows, width, device="meta")
         for bias in (None, own[0].bfloat16()):

@@ -13,6 +13,7 @@ from gpu_files import (
     HYBRID_SIZES,
     OPTIONS,
     SIZES,
+    plain_requests,
     requests,
     write_hybrid_target,
     write_nextn_target,
@@ -128,7 +129,14 @@ def test_the_same_tokens(files, truth, method, max_num_seqs, eager):
     assert found.tokens == {name: truth[name] for name in found.tokens}
     assert (found.offered > 0) == (method != "plain")
     if method == "self":
-        assert found.accepted == found.offered
+        assert found.accepted > 0.9 * found.offered
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+def test_ranks_divide_a_draft_model_as_its_twin(files, eager):
+    core = engine(files, "self", max_num_seqs=8, enforce_eager=eager)
+    found = drive(core, plain_requests(24, MAX_TOKENS))
+    assert found.accepted == found.offered > 0
 
 
 @pytest.mark.parametrize("method", ["plain", "ngram", "eagle3"])

@@ -7,6 +7,8 @@ others. Counts are on the device, so a launch may be captured in a graph.
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,9 @@ _LOOKS = tl.constexpr(4096)
 _FLAG_BYTES, _BLOCK_BYTES = tl.constexpr(FLAG_BYTES), tl.constexpr(BLOCK_BYTES)
 #: Elements of a block, of at most four bytes each.
 _BLOCK = tl.constexpr(BLOCK_BYTES // 4)
+#: Bytes that a rank need not send, from which another wait for all ranks is worth it: 1.6 million
+#: are, by 4 us.
+_WORTH_WAITING = 1_400_000
 #: A gather's length is that of whole vectors if it is a multiple of this.
 _VECTOR = 16
 
@@ -32,8 +37,11 @@ def partial_sum(
     assert own.dtype == torch.float32
     assert own.is_contiguous()
     assert bias is None or bias.shape == own.shape[1:]
-    out = torch.empty_like(own, dtype=dtype)
-    _exchange_all(own, bias, out, peers, own.shape[1], SUM=True)
+    out, width, block = torch.empty_like(own, dtype=dtype), own.shape[1], _BLOCK.value
+    if _gains_by_parts(own.numel(), peers.size):
+        _launch(_sum_in_parts_kernel, own, bias, out, peers, width, peers.size * block)
+    else:
+        _launch(_exchange_kernel, own, bias, out, peers, width, block, SUM=True)
     return out
 
 
@@ -44,7 +52,8 @@ def gather(own: Tensor, peers: PeerBuffers) -> Tensor:
     if len(words) % 4 == 0 and words.storage_offset() % 4 == 0:
         words = words.view(torch.int32)
     width = 1 if len(words) % _VECTOR else _VECTOR
-    _exchange_all(words, None, _words(out, words.dtype), peers, width, SUM=False)
+    gathered = _words(out, words.dtype)
+    _launch(_exchange_kernel, words, None, gathered, peers, width, _BLOCK.value, SUM=False)
     return out
 
 
@@ -53,15 +62,24 @@ def _words(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.as_strided((x.numel(),), (1,)).view(dtype)
 
 
-def _exchange_all(
-    own: Tensor, bias: Tensor | None, out: Tensor, peers: PeerBuffers, width: int, SUM: bool
-) -> None:
+def _gains_by_parts(length: int, size: int) -> bool:
+    """Whether each rank adds a part, and sends its sum rounded.
+
+    A rank then sends ``1 / size`` of the fp32 to each other one, and half as much of the sum.
+    """
+    return 4 * length * (size - 1) * (1 - 1.5 / size) > _WORTH_WAITING
+
+
+def _launch(
+    kernel: Any, own: Tensor, bias: Tensor | None, out: Tensor, peers: PeerBuffers, width: int,
+    elements: int, **constants: bool,
+) -> None:  # fmt: skip
+    """Launch a kernel over rows of ``width``, whose programs take ``elements`` at a time."""
     if length := own.numel():
-        programs = min(cdiv(length, _BLOCK.value), peers.channels)
-        _exchange_kernel[(programs,)](
+        kernel[(min(cdiv(length, elements), peers.channels),)](
             own, bias, out, peers.buffers, peers.counts, peers.stopped, length // width,
-            WIDTH=width, SUM=SUM, RANK=peers.rank, CHANNELS=peers.channels, num_warps=8,
-            **pdl_options(own),
+            WIDTH=width, RANK=peers.rank, CHANNELS=peers.channels, num_warps=8,
+            **constants, **pdl_options(own),
         )  # fmt: skip
 
 
@@ -89,32 +107,98 @@ def _exchange_kernel(
         at = first + lanes
         inside = at < rows * WIDTH
         mine = tl.load(own + at, inside, other=0)
-        _exchange(mine, inside, buffers, stopped, channel, count, RANK, CHANNELS)
-        total = _of_rank(mine, inside, buffers, channel, count, 0, RANK, CHANNELS)
-        if not SUM:
-            tl.store(out + at, total, inside)
-        for rank in tl.static_range(1, len(buffers)):
-            part = _of_rank(mine, inside, buffers, channel, count, rank, RANK, CHANNELS)
-            if SUM:
-                total += part
-            else:
-                tl.store(out + rank * (rows.to(tl.int64) * WIDTH) + at, part, inside)
+        for rank in tl.static_range(len(buffers)):
+            if rank != RANK:
+                block = _block_of(buffers, rank, channel, count, RANK, CHANNELS, mine.dtype)
+                tl.store(block, mine, inside)
+        _meet(buffers, stopped, channel, count, RANK)
         if SUM:
-            if bias is not None:
-                total += tl.load(bias + at % WIDTH, inside, other=0.0).to(tl.float32)
+            total = _total(mine, inside, at, bias, buffers, channel, count, WIDTH, RANK, CHANNELS)
             tl.store(out + at, total.to(out.dtype.element_ty), inside)
+        else:
+            for rank in tl.static_range(len(buffers)):
+                part = _of_rank(mine, inside, buffers, channel, count, rank, RANK, CHANNELS)
+                tl.store(out + rank * (rows.to(tl.int64) * WIDTH) + at, part, inside)
+    tl.store(counts + channel, count)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _sum_in_parts_kernel(
+    own,  # [rows, WIDTH] fp32
+    bias,  # [WIDTH] or None
+    out,  # [rows, WIDTH]
+    buffers,
+    counts,
+    stopped,
+    rows,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each rank adds the part of adjacent blocks that has its number, and sends the sum rounded."""
+    gdc_launch_and_wait(PDL)
+    SIZE: tl.constexpr = len(buffers)
+    channel = tl.program_id(0)
+    count = tl.load(counts + channel)
+    lanes = tl.arange(0, _BLOCK)
+    step = tl.num_programs(0) * SIZE * _BLOCK
+    for first in range(channel * SIZE * _BLOCK, rows * WIDTH, step):
+        count += 1
+        for rank in tl.static_range(SIZE):
+            if rank != RANK:
+                at = first + rank * _BLOCK + lanes
+                inside = at < rows * WIDTH
+                part = tl.load(own + at, inside, other=0.0)
+                block = _block_of(buffers, rank, channel, count, RANK, CHANNELS, part.dtype)
+                tl.store(block, part, inside)
+        _meet(buffers, stopped, channel, count, RANK)
+        at = first + RANK * _BLOCK + lanes
+        inside = at < rows * WIDTH
+        mine = tl.load(own + at, inside, other=0.0)
+        total = _total(mine, inside, at, bias, buffers, channel, count, WIDTH, RANK, CHANNELS)
+        rounded = total.to(out.dtype.element_ty)
+        tl.store(out + at, rounded, inside)
+        count += 1
+        for rank in tl.static_range(SIZE):
+            if rank != RANK:
+                block = _block_of(buffers, rank, channel, count, RANK, CHANNELS, rounded.dtype)
+                tl.store(block, rounded, inside)
+        _meet(buffers, stopped, channel, count, RANK)
+        for rank in tl.static_range(SIZE):
+            if rank != RANK:
+                at = first + rank * _BLOCK + lanes
+                inside = at < rows * WIDTH
+                part = _of_rank(rounded, inside, buffers, channel, count, rank, RANK, CHANNELS)
+                tl.store(out + at, part, inside)
     tl.store(counts + channel, count)
 
 
 @triton.jit
-def _exchange(
-    mine, inside, buffers, stopped, channel, count, RANK: tl.constexpr, CHANNELS: tl.constexpr
+def _total(
+    mine,
+    inside,
+    at,
+    bias,
+    buffers,
+    channel,
+    count,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
-    """Write a block into the buffers of the others, and wait until theirs have come."""
-    for rank in tl.static_range(len(buffers)):
-        if rank != RANK:
-            block = _block_of(buffers, rank, channel, count, RANK, CHANNELS, mine.dtype)
-            tl.store(block, mine, inside)
+    """The sum of all ranks' blocks, in rank order, and of the bias."""
+    total = _of_rank(mine, inside, buffers, channel, count, 0, RANK, CHANNELS)
+    for rank in tl.static_range(1, len(buffers)):
+        total += _of_rank(mine, inside, buffers, channel, count, rank, RANK, CHANNELS)
+    if bias is not None:
+        total += tl.load(bias + at % WIDTH, inside, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _meet(buffers, stopped, channel, count, RANK: tl.constexpr):
+    """Tell the others that their blocks are written, and wait until ours are."""
     # All threads have stored: a flag that one of them raises, as a release, tells of all.
     tl.debug_barrier()
     for rank in tl.static_range(len(buffers)):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 TURNS = 16
-SHAPES = [(1, 16), (3, 97), (5, 3000), (1, 1), (0, 7)]
+SHAPES = [(1, 16), (3, 97), (5, 3000), (1, 1), (0, 7), (9, 2100)]
 
 
 def shared_buffers(size: int, channels: int) -> torch.Tensor:
@@ -76,8 +76,13 @@ def exchange_in_turns(peers: PeerBuffers) -> None:
         assert torch.equal(peers_triton.gather(some[peers.rank], peers), some)
 
 
+@pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize(("size", "channels"), [(2, 3), (3, 2)])
-def test_all_ranks_have_the_sum_in_rank_order_and_bits_as_they_are(size, channels, monkeypatch):
+def test_all_ranks_have_the_sum_in_rank_order_and_bits_as_they_are(
+    size, channels, in_parts, monkeypatch
+):
+    if in_parts:
+        monkeypatch.setattr(peers_triton, "_WORTH_WAITING", 0)
     met = torch.zeros(size, dtype=torch.bool).share_memory_()
     buffers, stopped = shared_buffers(size, channels), not_stopped()
     peers = [peers_of(rank, buffers, channels, stopped) for rank in range(size)]

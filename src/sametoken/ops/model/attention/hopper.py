@@ -123,6 +123,7 @@ def table_for(shape: AttentionShape) -> HopperTable:
     return TABLES[_block_dim(shape)]
 
 
+@functools.lru_cache(maxsize=1024)
 def choose(
     num_runs: int, width: int, num_rows: int, shape: AttentionShape, max_seq_len: int
 ) -> HopperConfig:

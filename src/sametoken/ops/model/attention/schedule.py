@@ -8,6 +8,8 @@ every split costs a merge. Kernels in Gluon call Triton's functions too.
 # mypy: disallow-incomplete-defs=false
 from __future__ import annotations
 
+from functools import cache
+
 import triton
 import triton.language as tl
 
@@ -15,6 +17,7 @@ import triton.language as tl
 LEVELS = ((0, 256), (1024, 512), (4096, 1024), (32768, 4096))
 
 
+@cache
 def max_splits(max_seq_len: int) -> int:
     """The most splits of a row below ``max_seq_len``."""
     ends = (*(begin for begin, _ in LEVELS[1:]), max_seq_len)

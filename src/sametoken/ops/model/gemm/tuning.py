@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal, Protocol
 
 from sametoken.ops.hopper import MULTIPROCESSORS
@@ -154,6 +154,7 @@ def row_bucket(rows: int) -> int:
     return next((bucket for bucket in ROW_BUCKETS if rows <= bucket), ROW_BUCKETS[-1])
 
 
+@lru_cache(maxsize=1024)
 def default_config(shape: GemmShape, rows: int, hopper: bool) -> GemmConfig:
     """The kernel of a shape by rule.
 

@@ -9,6 +9,7 @@ order of sums, so a row has the same bits. On other chips the kernels of ``trito
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +129,7 @@ def serves(
     )
 
 
+@functools.lru_cache(maxsize=1024)
 def choose(
     num_runs: int,
     width: int,

@@ -15,7 +15,7 @@ from sametoken.runner.step import Step
 TWO_RANKS = "tests/e2e/test_tensor_parallel.py::test_the_same_tokens"
 WRITTEN = "docs/decisions/0047"
 EXCHANGE = "tests/unit/ops/model/test_peers.py::test"
-MEETING = f"{EXCHANGE}_all_ranks_have_the_sum_in_rank_order_and_bits_as_they_are[3-2-False]"
+MEETING = f"{EXCHANGE}_all_ranks_have_the_sum_in_rank_order_and_bits_as_they_are[0-False-3-2]"
 AHEAD = f"{EXCHANGE}_a_rank_that_is_an_exchange_ahead_is_not_waited_for"
 
 

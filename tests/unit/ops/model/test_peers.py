@@ -76,16 +76,22 @@ def exchange_in_turns(peers: PeerBuffers) -> None:
         assert torch.equal(peers_triton.gather(some[peers.rank], peers), some)
 
 
-@pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize(("size", "channels"), [(2, 3), (3, 2)])
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("so_far", [0, 2**31 - 6])
 def test_all_ranks_have_the_sum_in_rank_order_and_bits_as_they_are(
-    size, channels, in_parts, monkeypatch
+    size, channels, in_parts, so_far, monkeypatch
 ):
+    """Also where counts of exchanges pass the largest number, as they do in a day."""
     if in_parts:
         monkeypatch.setattr(peers_triton, "_WORTH_WAITING", 0)
     met = torch.zeros(size, dtype=torch.bool).share_memory_()
     buffers, stopped = shared_buffers(size, channels), not_stopped()
+    flags = buffers[:, : size * channels * FLAG_BYTES].view(torch.int32)
+    flags[:, :: FLAG_BYTES // 4] = so_far
     peers = [peers_of(rank, buffers, channels, stopped) for rank in range(size)]
+    for one in peers:
+        one.counts.fill_(so_far)
     calls = [partial(meet, rank, peers, met, monkeypatch) for rank in range(size)]
     call_in_forks(calls, most_forks=size, most_seconds=60)
     assert met.all()

@@ -176,7 +176,8 @@ class EngineConfig:
     )
     speculative_config: SpeculativeConfig | None = option(
         None,
-        "how drafts are made: a method's name, or JSON whose keys sametoken help speculative lists",
+        "how drafts are made: a method's name, JSON whose keys sametoken help speculative lists, "
+        "or null for none",
     )
 
     def __post_init__(self) -> None:
@@ -186,9 +187,7 @@ class EngineConfig:
         for name in _PATHS:
             require_path(name, getattr(self, name))
         object.__setattr__(self, "lora_modules", parse_modules(self.lora_modules))
-        if self.speculative_config is not None:
-            speculative = SpeculativeConfig.parse(self.speculative_config)
-            object.__setattr__(self, "speculative_config", speculative)
+        object.__setattr__(self, "speculative_config", _speculation(self.speculative_config))
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization={shown(self.gpu_memory_utilization)} is not possible",
@@ -245,6 +244,12 @@ class EngineConfig:
             if name not in fields:
                 raise ConfigError(f"unknown option {name!r}", suggestion(name, fields))
         return cls(**options)
+
+
+def _speculation(given: Any) -> SpeculativeConfig | None:
+    """Parse the option; None, or JSON's null in a command line, is plain decoding."""
+    is_none = given is None or (isinstance(given, str) and given == "null")
+    return None if is_none else SpeculativeConfig.parse(given)
 
 
 _OF_RESULTS = (

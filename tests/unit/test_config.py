@@ -123,8 +123,9 @@ def test_a_speculative_config_comes_in_three_forms(form):
     assert config.speculative_config == SpeculativeConfig("ngram", 5)
 
 
-def test_no_speculation_is_none():
-    assert EngineConfig.from_options(speculative_config=None).speculative_config is None
+@pytest.mark.parametrize("given", [None, "null"])
+def test_no_speculation_is_none_as_in_vllm(given):
+    assert EngineConfig.from_options(speculative_config=given).speculative_config is None
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != EXTRACT])

@@ -58,10 +58,10 @@ def evaluate(
     if min_score is not None and not 0 <= min_score <= 1:
         raise ConfigError(f"min_score={min_score} is not possible", "use a number from 0 to 1")
     settings = accuracy.TaskOptions(tuple(task.split(",")), **take(options, _TASK))
-    if compare_plain and options["speculative_config"] is None:
-        raise ConfigError("there is no speculation to compare", "give --speculative-config")
     # Before the model is looked at: options, tasks and their data.
     config = EngineConfig.from_options(model=model, **options)
+    if compare_plain and config.speculative_config is None:
+        raise ConfigError("there is no speculation to compare", "give --speculative-config")
     require_adapter(config.lora_modules, settings.lora_request)
     status = status_console(markup=False)
     status.print(f"loading the data of {task}")

@@ -72,9 +72,9 @@ def generate(
     sampling_params(SamplingParams(), sampling)
     if json_output and not is_asked:
         raise typer.BadParameter("--json prints an answer: give --prompt, --file or --chat")
-    if compare and (json_output or not engine.get("speculative_config")):
-        raise typer.BadParameter("--compare needs --speculative-config, and prints no JSON")
     config = EngineConfig.from_options(model=model, **engine)
+    if compare and (json_output or config.speculative_config is None):
+        raise typer.BadParameter("--compare needs --speculative-config, and prints no JSON")
     require_adapter(config.lora_modules, adapter)
     unloaded = _look_at(config)
     asked = _ask(unloaded, text, chat, sampling) if is_asked else None

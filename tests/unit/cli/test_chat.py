@@ -420,7 +420,12 @@ def test_a_pipe_gets_answers_alone_and_stops_at_an_error():
 
 
 @pytest.mark.parametrize(
-    ("given", "spec"), [([], SpeculativeConfig("suffix")), (["--speculative-config", "off"], None)]
+    ("given", "spec"),
+    [
+        ([], SpeculativeConfig("suffix")),
+        (["--speculative-config", "off"], None),
+        (["--speculative-config", "null"], None),
+    ],
 )
 def test_drafts_are_on_by_default(given, spec):
     CliRunner().invoke(app, ["chat", "m", *given], input="")

@@ -119,8 +119,9 @@ def test_an_answer_that_differs_fails_whatever_the_score(model, monkeypatch):
     assert "1 of 2 answers differ from plain decoding" in result.stdout
 
 
-def test_without_speculation_there_is_nothing_to_compare(model):
-    result = run(model, "--compare-plain")
+@pytest.mark.parametrize("given", [[], ["--speculative-config", "null"]])
+def test_without_speculation_there_is_nothing_to_compare(model, given):
+    result = run(model, *given, "--compare-plain")
     assert result.exit_code == 2
     assert "no speculation to compare" in result.stderr
 

@@ -224,7 +224,14 @@ def test_compare_looks_the_model_up_once(base_model, tmp_path, monkeypatch):
     assert "the same 3 tokens" in result.stderr
 
 
-@pytest.mark.parametrize("others", [[], ["--json", "--speculative-config", SPECULATION]])
+@pytest.mark.parametrize(
+    "others",
+    [
+        [],
+        ["--speculative-config", "null"],
+        ["--json", "--speculative-config", SPECULATION],
+    ],
+)
 def test_compare_needs_drafts_and_prints_text(llm, others):
     result = run("generate", "--prompt", "x", "--compare", *others)
     assert result.exit_code == 2

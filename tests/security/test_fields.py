@@ -373,17 +373,18 @@ WRONG = [
 INTERNAL = re.compile(r"0x[0-9a-f]{3}|[\[<]|function-|\.(str|bool|int|dict|[A-Z]\w+)\b")
 
 
-@pytest.mark.parametrize(
-    ("model", "base"),
-    [
-        (CompletionRequest, {"prompt": "a"}),
-        (ChatRequest, {"messages": [{"role": "user", "content": "x"}]}),
-        (ResponsesRequest, {"input": "x"}),
-        (MessagesRequest, MESSAGE),
-        (TokenizeRequest, {"prompt": "a"}),
-        (DetokenizeRequest, {"tokens": [1]}),
-    ],
-)
+JSON_TYPES = {bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, str: {"string"}}
+REQUESTS = [
+    (CompletionRequest, {"prompt": "a"}),
+    (ChatRequest, {"messages": [{"role": "user", "content": "x"}]}),
+    (ResponsesRequest, {"input": "x"}),
+    (MessagesRequest, MESSAGE),
+    (TokenizeRequest, {"prompt": "a"}),
+    (DetokenizeRequest, {"tokens": [1]}),
+]
+
+
+@pytest.mark.parametrize(("model", "base"), REQUESTS)
 def test_no_refusal_shows_what_the_server_is_made_of(model, base):
     refusals = 0
     for name, value in itertools.product(model.model_fields, WRONG):
@@ -396,6 +397,27 @@ def test_no_refusal_shows_what_the_server_is_made_of(model, base):
             assert error.param in (name, None)
             assert error.param or str(error).startswith("the body is not JSON")
     assert refusals > 2 * len(WRONG)
+
+
+@pytest.mark.parametrize(("model", "base"), REQUESTS)
+def test_a_field_takes_only_the_types_of_its_schema(model, base):
+    schema = model.model_json_schema()
+    for name, value in itertools.product(schema["properties"], (True, 1, 1.5, "x")):
+        allowed = types_of(schema["properties"][name], schema.get("$defs", {}))
+        if not allowed & JSON_TYPES[type(value)]:
+            refusal = refusal_of(model, json.dumps(base | {name: value}))
+            assert refusal is not None, (name, value)
+            assert refusal.param == name
+
+
+def types_of(schema, definitions) -> set[str]:
+    """The JSON types that a schema allows, in every branch."""
+    if "$ref" in schema:
+        return types_of(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    branches = schema.get("anyOf") or schema.get("oneOf")
+    if branches:
+        return set().union(*(types_of(one, definitions) for one in branches))
+    return {schema["type"]}
 
 
 def refusal_of(model, text: str) -> ApiError | None:

@@ -116,6 +116,8 @@ def null_is(default: Any) -> BeforeValidator:
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
+#: The number of answers, where there is one. A Literal would take true, which equals 1.
+One = Annotated[int, Field(ge=1, le=1), null_is(default=1)]
 #: Of the answer in a conversation.
 Limit = Annotated[int, Field(ge=1, lt=2**31)]
 #: Tokens of reasoning; -1: any number.

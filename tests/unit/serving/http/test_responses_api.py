@@ -442,7 +442,7 @@ def test_the_constraint_is_that_of_the_format(serve):
         ({"prompt": {"id": "p"}}, "prompt", "instructions"),
         ({"messages": []}, "messages", "use input"),
         ({"max_tokens": 3}, "max_tokens", "use max_output_tokens"),
-        ({"n": 2}, "n", "should be 1"),
+        ({"n": 2}, "n", "less than or equal to 1"),
         ({"response_format": {"type": "json_object"}}, "response_format", "use text.format"),
         ({"return_token_ids": True}, "return_token_ids", "/v1/chat/completions"),
         ({"include": ["usage"]}, "include", "message.output_text.logprobs"),

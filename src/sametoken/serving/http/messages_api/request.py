@@ -21,9 +21,9 @@ from sametoken.serving.http.schemas import (
     Effort,
     JsonSchemaFormat,
     Limit,
+    One,
     SamplingFields,
     StopText,
-    null_is,
 )
 from sametoken.serving.http.unions import Given, by_type
 from sametoken.types.option_values import closest
@@ -179,7 +179,7 @@ class CountTokensRequest(SamplingFields):
         "stream_options": "leave it out; a stream has the usage",
     }
 
-    n: Annotated[Literal[1], null_is(default=1)] = 1
+    n: One = 1
     messages: Annotated[
         list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     ]

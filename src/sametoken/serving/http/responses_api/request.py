@@ -18,9 +18,9 @@ from sametoken.serving.http.schemas import (
     REFUSED_FIELDS,
     Effort,
     Limit,
+    One,
     RequestId,
     SamplingFields,
-    null_is,
 )
 from sametoken.serving.http.unions import Given, Strict, by_type
 from sametoken.types.sampling_params import MAX_LOGPROBS
@@ -161,7 +161,7 @@ class ResponsesRequest(SamplingFields):
         "return_tokens_as_token_ids": "use /v1/chat/completions",
     }
 
-    n: Annotated[Literal[1], null_is(default=1)] = 1
+    n: One = 1
     input: (
         str
         | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

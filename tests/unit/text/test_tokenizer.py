@@ -660,6 +660,17 @@ def test_arguments_of_calls_are_a_text_where_a_template_joins_them_to_one(
     assert tokenizer.apply_chat_template([message], chat_template=template) == rendered
 
 
+def test_folders_beside_a_tokenizer_are_no_files_of_it(tokenizer, tmp_path):
+    tokenizer.hf.save_pretrained(tmp_path)
+    for name in ("figures.json", "notes.txt", "vocab.json"):
+        (tmp_path / name).mkdir()
+    assert load_tokenizer(tmp_path).encode("the") == tokenizer.encode("the")
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read .*regular file"):
+        load_tokenizer(tmp_path)
+
+
 def test_missing_and_corrupt_files_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="no tokenizer at"):
         load_tokenizer(tmp_path / "missing")

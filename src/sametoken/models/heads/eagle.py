@@ -52,7 +52,6 @@ from sametoken.models.blocks import (
     load_norm,
     rotary_of,
 )
-from sametoken.models.decoder import Decoder
 from sametoken.models.heads.base import (
     EagleHead,
     HeadCheckpoint,
@@ -62,16 +61,15 @@ from sametoken.models.heads.base import (
     require_sizes,
 )
 from sametoken.models.heads.layer_config import (
+    is_even_head,
     layer_windows,
     read_head_quantization,
     read_layer_config,
 )
 from sametoken.models.heads.reader import HeadReader
 from sametoken.models.load.files import read_settings
-from sametoken.models.load.linear_format import UNQUANTIZED
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, WeightReader
-from sametoken.models.registry import is_even
 from sametoken.ops.backend import AttentionRows, KeptRows, RotaryTable
 from sametoken.ops.cache_types import PagedKV
 from sametoken.state.caches import ModelCache
@@ -192,8 +190,8 @@ class Eagle1Checkpoint(HeadCheckpoint[Eagle1Head]):
         require_sizes(self.config.layer.vocab_size, self.config.layer.hidden_size, target)
 
     def is_divisible(self, size: int) -> bool:
-        """See ``HeadCheckpoint``; a rank's columns may not begin within a quantized group."""
-        return self.quantization is UNQUANTIZED and is_even(Decoder, self.config.layer, size)
+        """See ``HeadCheckpoint``."""
+        return is_even_head(self.quantization, self.config.layer, size)
 
     def caches(self, dtype: torch.dtype) -> tuple[PagedKV, ...]:
         """See ``HeadCheckpoint``."""

@@ -66,7 +66,6 @@ from sametoken.models.blocks import (
     load_norm,
     rotary_of,
 )
-from sametoken.models.decoder import Decoder
 from sametoken.models.heads.base import (
     EagleHead,
     HeadCheckpoint,
@@ -77,6 +76,7 @@ from sametoken.models.heads.base import (
     require_sizes,
 )
 from sametoken.models.heads.layer_config import (
+    is_even_head,
     layer_windows,
     read_head_quantization,
     read_layer_config,
@@ -86,10 +86,8 @@ from sametoken.models.heads.reader import HeadReader
 from sametoken.models.heads.stored_names import LAYER
 from sametoken.models.load.files import read_settings
 from sametoken.models.load.huggingface import open_weights
-from sametoken.models.load.linear_format import UNQUANTIZED
 from sametoken.models.load.settings import COMPARE, MAX_LAYERS, Settings
 from sametoken.models.load.weights import Part, WeightReader
-from sametoken.models.registry import is_even
 from sametoken.ops.backend import AttentionRows, KeptRows
 from sametoken.ops.cache_types import PagedKV
 from sametoken.state.caches import ModelCache
@@ -317,8 +315,8 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
         return ids
 
     def is_divisible(self, size: int) -> bool:
-        """See ``HeadCheckpoint``; a rank's columns may not begin within a quantized group."""
-        return self.quantization is UNQUANTIZED and is_even(Decoder, self.config.layer, size)
+        """See ``HeadCheckpoint``."""
+        return is_even_head(self.quantization, self.config.layer, size)
 
     def caches(self, dtype: torch.dtype) -> tuple[PagedKV, ...]:
         """See ``HeadCheckpoint``."""

@@ -88,9 +88,9 @@ class HeadReader:
         permutation: Tensor | None = None,
         name: str = "lm_head",
     ) -> Weight:
-        """``made_of`` the head's own [rows, hidden_size] if it has one, else of the target's.
+        """This rank's rows of the head's own [rows, hidden_size] if it has one, else the target's.
 
-        ``permutation`` is as in ``Part``, for the head's own.
+        ``permutation`` is as in ``Part``, for the head's own over all ranks.
 
         Raises:
             DrafterMismatchError: as in ``embedding``.
@@ -101,12 +101,15 @@ class HeadReader:
             split = Split.ROWS if self.token_ids is None else Split.WHOLE
             own = linear.read(self.weights, hidden_size, (Part(name, rows, permutation, split),))
             return own if self.token_ids is None else self.made_of(own)
-        if f"{name}.weight" in self.weights:
-            return self.made_of(
-                self.weights.packed(hidden_size, Part(f"{name}.weight", rows, permutation))
-            )
-        self._require_of_target(name, rows, hidden_size)
-        return self.target_lm_head()
+        if f"{name}.weight" not in self.weights:
+            self._require_of_target(name, rows, hidden_size)
+            return self.target_lm_head()
+        in_order = permutation is None or bool((permutation.diff() == 1).all())
+        if in_order and self.token_ids is None:
+            own_part = Part(f"{name}.weight", rows, split=Split.ROWS)
+            return self.weights.projection(self.weights.packed(hidden_size, own_part))
+        whole = Part(f"{name}.weight", rows, permutation)
+        return self.made_of(self.weights.packed(hidden_size, whole))
 
     def target_lm_head(self) -> Weight:
         """``lm_head_of`` the target's, which the reader packs and rounds as projections."""

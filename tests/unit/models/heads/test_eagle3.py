@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,8 +34,10 @@ from helpers.heads import (
     rows_of_one_slot,
 )
 from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
+from sametoken.layers.parallel import of_rank
 from sametoken.models.base import HiddenStates
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
+from sametoken.ops.reference import ReferenceKernels
 
 
 def load(directory, target=None):
@@ -257,6 +260,32 @@ def test_a_draft_vocabulary_in_any_order_is_sorted(tmp_path, monkeypatch, write,
     states = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(4))
     assert shuffled.token_ids.tolist() == list(DRAFT_IDS)
     assert torch.equal(shuffled.compute_logits(states), ascending.compute_logits(states))
+
+
+class Packing(ReferenceKernels):
+    """Notes the shapes of what it packs."""
+
+    def __init__(self):
+        self.shapes = []
+
+    def pack(self, weight):
+        self.shapes.append(tuple(weight.shape))
+        return super().pack(weight)
+
+
+@pytest.mark.parametrize("full_vocab", [False, True])
+def test_a_rank_reads_no_more_than_its_rows_of_an_lm_head(tmp_path, full_vocab):
+    tensors = head_tensors(8, full_vocab=full_vocab)
+    checkpoint = Eagle3Checkpoint(write_safeailab(tmp_path, tensors))
+    matrix = tensors["lm_head.weight"]
+    for rank in range(2):
+        kernels = Packing()
+        ranks = SimpleNamespace(rank=rank, size=2)
+        head = checkpoint.load(SharedTarget(), **OPTIONS | {"kernels": kernels, "parallel": ranks})
+        own = of_rank(range(len(matrix)), ranks)
+        assert torch.equal(head.lm_head.rows(torch.arange(len(own))), matrix[own.start : own.stop])
+        assert (len(own), HIDDEN) in kernels.shapes
+        assert tuple(matrix.shape) not in kernels.shapes
 
 
 def test_an_lm_head_may_come_from_the_target(tmp_path):

@@ -246,7 +246,7 @@ def test_unknown_architecture_lists_the_known(tmp_path):
     path = convert(make_model(LlamaConfig), tmp_path / "model.gguf")
     other = {"general.architecture": ("mamba", gguf.GGUFValueType.STRING)}
     path = changed(path, other)
-    with pytest.raises(UnsupportedError, match=r"'mamba'\. known: llama, .*qwen3, .*qwen3moe, "):
+    with pytest.raises(UnsupportedError, match=r"'mamba'\. Known: llama, .*qwen3, .*qwen3moe, "):
         read_config(path)
 
 

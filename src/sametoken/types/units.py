@@ -20,5 +20,5 @@ def counted(count: int, noun: str) -> str:
 
 
 def in_tokens(count: int) -> str:
-    """Format a number of tokens; whole multiples of 1024 as k."""
-    return f"{count} tokens" if count % _K or not count else f"{count // _K} k tokens"
+    """Format a number of tokens; whole multiples of 1024 as K, which options read so."""
+    return f"{count} tokens" if count % _K or not count else f"{count // _K}K tokens"

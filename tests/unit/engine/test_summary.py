@@ -57,8 +57,8 @@ def test_settings_are_in_people_s_units(resolved):
     found = explanation(replace(resolved, config=config, **sizes))
     settings = {one.name: one.value for one in found}
     assert settings["kv_cache_memory_bytes"] == "3.0 GiB"
-    assert settings["max_num_batched_tokens"] == "4 k tokens"
-    assert settings["max_model_len"] == "40 k tokens"
+    assert settings["max_num_batched_tokens"] == "4K tokens"
+    assert settings["max_model_len"] == "40K tokens"
     assert (settings["weights_bytes"], settings["kv_bytes"]) == ("5.0 MiB", "1.5 GiB")
     assert settings["speculative_config"] == '{"method": "ngram", "num_speculative_tokens": 4}'
     found = explanation(replace(resolved, **sizes, adapters_bytes=2**20))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sametoken.types.option_values import parse_integer
 from sametoken.types.units import counted, in_tokens, in_units
 
 
@@ -24,10 +25,11 @@ def test_bytes(num_bytes, text):
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 tokens"), (1000, "1000 tokens"), (1024, "1 k tokens"), (40_960, "40 k tokens")],
+    [(0, "0 tokens"), (1000, "1000 tokens"), (1024, "1K tokens"), (40_960, "40K tokens")],
 )
-def test_tokens(count, text):
+def test_tokens_are_shown_as_options_read_them(count, text):
     assert in_tokens(count) == text
+    assert parse_integer(text.removesuffix(" tokens")) == count
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 steps"), (1, "1 step"), (2, "2 steps")])

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from sametoken.config import DEFAULT_MODEL, EngineConfig
 from sametoken.engine.build import build_requested
-from sametoken.engine.caller import DeferredInterrupts, Exclusive, NoEngine, NotCopied
 from sametoken.engine.core import EngineCore
+from sametoken.engine.exclusive import Exclusive, NoEngine, NotCopied
 from sametoken.engine.input_processor import ProcessedRequest
+from sametoken.engine.interrupts import DeferredInterrupts
 from sametoken.engine.offline_adapters import OfflineAdapters
 from sametoken.engine.output_processor import OutputProcessor, ProcessedUpdates
 from sametoken.engine.progress import shown_progress
@@ -412,13 +413,12 @@ class LLM(NotCopied):
 
         Not called after an interrupt, when the engine may never become idle.
         """
-        idle = False
-        while not idle:
+        while True:
             interrupts.check()
             with self._exclusive.held(interrupts.check):
-                idle = bool(self._outputs.num_unfinished) or not self._engine.has_unfinished
-                if not idle:
-                    self._step(interrupts)
+                if self._outputs.num_unfinished or not self._engine.has_unfinished:
+                    return
+                self._step(interrupts)
 
     @contextmanager
     def _resting(self) -> Iterator[None]:

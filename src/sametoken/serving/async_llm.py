@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sametoken.config import EngineConfig
-from sametoken.engine.caller import NotCopied
+from sametoken.engine.exclusive import NotCopied
 from sametoken.engine.input_processor import InputProcessor, ProcessedRequest
 from sametoken.engine.sampling_defaults import ServerDefaults, server_defaults
 from sametoken.engine.user_inputs import (

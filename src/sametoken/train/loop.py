@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from sametoken.engine.caller import DeferredInterrupts
+from sametoken.engine.interrupts import DeferredInterrupts
 from sametoken.errors import CheckpointError, ConfigError, NumericalError, in_words
 from sametoken.io.files import replacing
 from sametoken.ops.out_of_memory import out_of_memory_as

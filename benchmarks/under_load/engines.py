@@ -29,6 +29,35 @@ class Arrival(NamedTuple):
     num_tokens: int
 
 
+class TargetPass(NamedTuple):
+    """Multiply-adds per row of a dense target.
+
+    Attributes:
+        layers: for every row.
+        head: for a row with logits.
+        attention: for scores and weighted values, per position attended to.
+    """
+
+    layers: int
+    head: int
+    attention: int
+
+
+def target_pass(resolved: Any) -> TargetPass:
+    """Count the multiply-adds of sametoken's target; with MoE it counts all experts."""
+    from sametoken.bench.roofline import step_traffic
+
+    model, itemsize = resolved.model, resolved.dtype.itemsize
+    head = model.vocab_size * model.hidden_size
+    kv_elements = resolved.request_memory.kv_per_token // resolved.kv_cache_dtype.itemsize
+    return TargetPass(
+        layers=step_traffic(resolved).weights // itemsize - head,
+        head=head,
+        # Grouped-query attention: each KV head serves num_heads / num_kv_heads query heads.
+        attention=kv_elements * model.num_heads // model.num_kv_heads,
+    )
+
+
 class Engine(Protocol):
     """One engine, loaded."""
 
@@ -158,7 +187,7 @@ class Sametoken:
     def facts(self) -> dict[str, Any]:
         import torch
 
-        from sametoken.bench.roofline import DraftPass, draft_pass, step_traffic, target_pass
+        from sametoken.bench.roofline import DraftPass, draft_pass, step_traffic
 
         resolved = self._core.resolved
         target, traffic = target_pass(resolved), step_traffic(resolved)

@@ -13,7 +13,6 @@ import torch
 
 from helpers.checkpoints import LLAMA
 from helpers.scripts import imported
-from sametoken.bench.roofline import target_pass
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 
@@ -265,7 +264,7 @@ def test_products_are_of_the_matrices_that_a_row_meets(bench, tmp_path):
     shapes = bench.machine.weight_shapes(model)
     options = {"model": str(model), "load_format": "dummy", "device": "cpu", "num_kv_blocks": 16}
     core = build_engine(EngineConfig.from_options(**options, skip_tokenizer_init=True))
-    target = target_pass(core.resolved)
+    target = bench.engines.target_pass(core.resolved)
     assert sum(n * k * count for (n, k), count in shapes.items()) == target.layers + target.head
     assert target.head == SIZES["vocab_size"] * SIZES["hidden_size"]
     heads = SIZES["num_attention_heads"] * SIZES["head_dim"]

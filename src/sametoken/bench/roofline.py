@@ -105,33 +105,6 @@ class DraftPass(NamedTuple):
     experts: int = 0
 
 
-class TargetPass(NamedTuple):
-    """Multiply-adds per row of a dense target.
-
-    Attributes:
-        layers: for every row.
-        head: for a row with logits.
-        attention: for scores and weighted values, per position attended to.
-    """
-
-    layers: int
-    head: int
-    attention: int
-
-
-def target_pass(resolved: ResolvedConfig) -> TargetPass:
-    """Count the multiply-adds of this engine's target; with MoE it counts all experts."""
-    model, itemsize = resolved.model, resolved.dtype.itemsize
-    head = model.vocab_size * model.hidden_size
-    kv_elements = resolved.request_memory.kv_per_token // resolved.kv_cache_dtype.itemsize
-    return TargetPass(
-        layers=step_traffic(resolved).weights // itemsize - head,
-        head=head,
-        # Grouped-query attention: each KV head serves num_heads / num_kv_heads query heads.
-        attention=kv_elements * model.num_heads // model.num_kv_heads,
-    )
-
-
 def step_traffic(resolved: ResolvedConfig) -> Traffic:
     """Count the bytes that a decode step of this engine must move.
 

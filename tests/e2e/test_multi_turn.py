@@ -10,8 +10,8 @@ import random
 
 import pytest
 
-from helpers.checkpoints import head_tensors, write_llama, write_speculators
 from helpers.harness import Shape, build, draft_model, request
+from helpers.small_drafters import SMALL, write_drafters, write_target
 from helpers.toy import ToyModel
 from helpers.turns import Talk, check_turns, start
 from sametoken.runner.stream import LaggingStream
@@ -21,34 +21,18 @@ MAX_TOKENS = 8
 OPENING = (3, 5, 1, 8, 2, 9, 4)
 REPLIES = ((5, 6, 7), (1, 2, 3, 4))
 K = 3
+OPTIONS = SMALL | {"block_size": BLOCK_SIZE}
 TOY = ToyModel()
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    return write_llama(tmp_path_factory.mktemp("target"), max_position_embeddings=80)
+    return write_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
 def drafters(target, tmp_path_factory):
-    other = write_llama(tmp_path_factory.mktemp("other"), seed=5, max_position_embeddings=80)
-    head = write_speculators(tmp_path_factory.mktemp("head"), head_tensors())
-    return {
-        "none": None,
-        "ngram": {"method": "ngram", "num_speculative_tokens": 5},
-        "self": {"method": "draft_model", "model": str(target), "num_speculative_tokens": 3},
-        "other": {"method": "draft_model", "model": str(other), "num_speculative_tokens": 4},
-        "eagle3": {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3},
-    }
-
-
-OPTIONS = {
-    "max_model_len": 64,
-    "max_num_seqs": 4,
-    "prefill_chunk_size": 16,
-    "max_num_batched_tokens": 32,
-    "block_size": BLOCK_SIZE,
-}
+    return {"none": None} | write_drafters(target, tmp_path_factory.mktemp("drafters"))
 
 
 @pytest.mark.parametrize(

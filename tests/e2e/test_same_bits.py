@@ -11,16 +11,10 @@ from functools import cache
 import pytest
 import torch
 
-from helpers.checkpoints import (
-    VOCAB,
-    eagle1_tensors,
-    head_tensors,
-    write_eagle1,
-    write_llama,
-    write_speculators,
-)
+from helpers.checkpoints import VOCAB, eagle1_tensors, write_eagle1
 from helpers.harness import Ran, collect, request
 from helpers.recorded import RecordedLogits
+from helpers.small_drafters import SMALL, write_drafters, write_target
 from helpers.state_heads import write_medusa, write_mlp
 from helpers.static_steps import in_steps
 from sametoken.config import EngineConfig
@@ -39,13 +33,7 @@ PROMPTS = {
 def run_engine(
     target, prompts, temperature: float, steps: str = "compact", **options
 ) -> tuple[Ran, RecordedLogits]:
-    options = {
-        "max_model_len": 64,
-        "max_num_seqs": 4,
-        "prefill_chunk_size": 16,
-        "max_num_batched_tokens": 32,
-        "block_size": 8,
-    } | options
+    options = SMALL | {"block_size": 8} | options
     core = build_engine(EngineConfig.from_options(model=str(target), **options))
     recorded = RecordedLogits()
     core._runner = in_steps(recorded.runner(core._runner), steps)
@@ -63,21 +51,15 @@ def run_engine(
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    return write_llama(tmp_path_factory.mktemp("target"), max_position_embeddings=80)
+    return write_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
 def drafters(target, tmp_path_factory):
-    other = write_llama(tmp_path_factory.mktemp("other"), seed=5, max_position_embeddings=80)
-    head = write_speculators(tmp_path_factory.mktemp("head"), head_tensors())
     first = write_eagle1(tmp_path_factory.mktemp("first"), eagle1_tensors(num_layers=2))
-    return {
-        "ngram": {"method": "ngram", "num_speculative_tokens": 5},
+    return write_drafters(target, tmp_path_factory.mktemp("drafters")) | {
         "ngram-64": {"method": "ngram", "num_speculative_tokens": 31, "prompt_lookup_max": 3},
-        "self": {"method": "draft_model", "model": str(target), "num_speculative_tokens": 3},
-        "other": {"method": "draft_model", "model": str(other), "num_speculative_tokens": 4},
         "eagle": {"method": "eagle", "model": str(first), "num_speculative_tokens": 3},
-        "eagle3": {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3},
         "mlp": {"model": str(write_mlp(tmp_path_factory.mktemp("mlp")))},
         "medusa": {"model": str(write_medusa(tmp_path_factory.mktemp("medusa")))},
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,6 @@ from sametoken.exact.kernels import DifferentiableKernels, DifferentiableWeight,
 from sametoken.ops.backend import (
     AttentionRows,
     AttentionShape,
-    LayerKV,
     QKNorm,
     RotaryTable,
     Routing,
@@ -154,29 +153,19 @@ class DeviceKernels(DifferentiableKernels):
 
         return derived(run, gradients_of, x, residual, weight)
 
-    def rope_and_cache(
+    def _rotated(
         self,
-        qkv: Tensor,
+        run: Callable[..., tuple[Tensor, ...]],
+        inputs: tuple[Tensor, ...],
         shape: AttentionShape,
         rotary: RotaryTable,
         rows: AttentionRows,
-        kv: LayerKV,
         qk_norm: QKNorm | None,
-    ) -> Tensor:
-        """See ``Kernels.rope_and_cache``; keys and values are also kept with their gradients."""
-        assert isinstance(kv, RecordedKV)
-        weights = () if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight)
-
-        def run(qkv: Tensor, *both: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-            q = self._kernels.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm)
-            return (q, *kv.read()), (qkv,)
-
+    ) -> tuple[Tensor, ...]:
         def gradients_of(qkv: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
             return rotary_gradients(qkv, shape, rotary, rows.positions, qk_norm, (q, k, v))
 
-        q: Tensor
-        q, *kv.written[:] = derived(run, gradients_of, qkv, *weights)
-        return q
+        return derived(lambda *inputs: (run(*inputs), inputs[:1]), gradients_of, *inputs)
 
     def _attended(
         self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: RecordedKV

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn, cast
@@ -235,17 +235,32 @@ class DifferentiableKernels:
         assert isinstance(kv, RecordedKV)
         weights = () if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight)
 
-        def run(qkv: Tensor, *both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def run(qkv: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
             q = self._kernels.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm)
             return q, *kv.read()
 
-        def formula(qkv: Tensor, *both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            norm = None if qk_norm is None else QKNorm(both[0], both[1], qk_norm.eps)
+        q, *kv.written[:] = self._rotated(run, (qkv, *weights), shape, rotary, rows, qk_norm)
+        return q
+
+    def _rotated(
+        self,
+        run: Callable[..., tuple[Tensor, ...]],
+        inputs: tuple[Tensor, ...],
+        shape: AttentionShape,
+        rotary: RotaryTable,
+        rows: AttentionRows,
+        qk_norm: QKNorm | None,
+    ) -> tuple[Tensor, ...]:
+        """``run(*inputs)``, q, k and v, with the gradients of ``normed_and_rotated``.
+
+        ``inputs`` are qkv, and the weights of q and k if normed.
+        """
+
+        def formula(qkv: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+            norm = None if qk_norm is None else QKNorm(weights[0], weights[1], qk_norm.eps)
             return normed_and_rotated(qkv, shape, rotary, rows.positions, norm)
 
-        q: Tensor
-        q, *kv.written[:] = recomputed(run, formula, qkv, *weights)
-        return q
+        return recomputed(run, formula, *inputs)
 
     def attention(
         self,

@@ -143,19 +143,21 @@ def _close(sockets: Sequence[socket.socket]) -> None:
         one.close()
 
 
-def _bytes(x: Tensor) -> memoryview:
-    """The memory of a tensor; of a copy if it is not contiguous."""
-    return x.contiguous().view(-1).view(torch.uint8).numpy().data
+def _bytes(x: Tensor) -> Tensor:
+    """The memory of a tensor, [n] uint8; of a copy if it is not contiguous."""
+    # A single element is contiguous with any stride, but only a stride of 1 is one of bytes.
+    return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
-def _send(sock: socket.socket, data: memoryview) -> None:
+def _send(sock: socket.socket, data: Tensor) -> None:
     try:
-        sock.sendall(data)
+        sock.sendall(data.numpy().data)
     except OSError as error:
         raise RuntimeError(_ENDED) from error
 
 
-def _receive(sock: socket.socket, into: memoryview) -> None:
+def _receive(sock: socket.socket, data: Tensor) -> None:
+    into = data.numpy().data
     while into:
         try:
             count = sock.recv_into(into)
@@ -200,15 +202,14 @@ class NcclGroup(ProcessGroup):
         """See ``TensorParallel``."""
         out = x.new_empty((self.size, *x.shape))
         if x.numel():
-            flat = (one.contiguous().view(-1).view(torch.uint8) for one in (out, x))
-            self._finish(self._group._allgather_base(*flat, self._gathered))
+            self._finish(self._group._allgather_base(_bytes(out), _bytes(x), self._gathered))
         return out
 
     def broadcast(self, x: Tensor) -> Tensor:
         """See ``TensorParallel``."""
         out = x.clone(memory_format=torch.contiguous_format)
         if x.numel():
-            self._finish(self._group.broadcast([out.view(-1).view(torch.uint8)], self._sent))
+            self._finish(self._group.broadcast([_bytes(out)], self._sent))
         return out
 
     def abort(self) -> None:

@@ -70,6 +70,13 @@ def test_columns_of_a_larger_tensor(groups):
     assert shared[1].tolist() == [[0, 2], [4, 6], [8, 10]]
 
 
+def test_single_elements_of_a_larger_tensor(groups):
+    found = both(lambda rank: groups[rank].gather(torch.arange(12).view(3, 4)[rank::3, 3::4]))
+    assert [one.tolist() for one in found] == [[[[3]], [[7]]]] * 2
+    shared = both(lambda rank: groups[rank].broadcast(torch.arange(12)[6 + rank :: 6]))
+    assert [one.tolist() for one in shared] == [[6], [6]]
+
+
 def test_nothing_is_no_copy(groups):
     assert groups[0].gather(torch.empty(0, 4)).shape == (2, 0, 4)
     assert groups[1].broadcast(torch.empty(3, 0)).shape == (3, 0)

@@ -55,13 +55,14 @@ class SametokenError(Exception):
 
     Args:
         cause: the problem, with the name of the file, option, or value.
-        remedy: what the user can do about it.
+        remedy: what the user can do about it; the message has it as a sentence of its own.
     """
 
     exit_code = 2
 
     def __init__(self, cause: str, remedy: str = "") -> None:
-        super().__init__(f"{cause.removesuffix('.')}. {remedy}" if remedy else cause)
+        sentence = remedy[:1].upper() + remedy[1:]
+        super().__init__(f"{cause.removesuffix('.')}. {sentence}" if remedy else cause)
         self.cause = cause
         self.remedy = remedy
 

@@ -87,7 +87,7 @@ def test_results_are_shown_where_the_file_cannot_be_written(server, prompts, tmp
     result = bench(server, *prompts, "--output", str(tmp_path / "run.json"))
     assert result.exit_code == 2
     assert "requests answered" in result.stdout
-    assert "cannot be written. make room" in result.stderr
+    assert "cannot be written. Make room" in result.stderr
 
 
 def test_a_measurement_of_a_server_loads_no_tensors(server, prompts, tmp_path):

@@ -130,8 +130,8 @@ def test_a_chat(terminal, tmp_path):
     assert re.search(r"160 tokens, [\d.]+ tokens/s, [\d.]+ accepted drafts per step", figures)
 
     assert "/drafts [off|ngram|suffix|mtp|JSON] changes them" in terminal.ask("/drafts")
-    assert "did you mean '/drafts'?" in terminal.ask("/draft")
-    assert "'ngrm' is not known. did you mean 'ngram'?" in terminal.ask("/drafts ngrm")
+    assert "Did you mean '/drafts'?" in terminal.ask("/draft")
+    assert "'ngrm' is not known. Did you mean 'ngram'?" in terminal.ask("/drafts ngrm")
     path = tmp_path / "chat.json"
     terminal.ask(f"/save {path}")
     saved = json.loads(Path(path).read_text())

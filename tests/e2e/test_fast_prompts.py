@@ -242,8 +242,8 @@ def test_a_model_without_a_fast_form_is_refused():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"max_num_batched_tokens": 339}, r"raise max_num_batched_tokens to 340 or more"),
-        ({"prefill_chunk_size": 63}, r"raise prefill_chunk_size to 64 or more"),
+        ({"max_num_batched_tokens": 339}, r"Raise max_num_batched_tokens to 340 or more"),
+        ({"prefill_chunk_size": 63}, r"Raise prefill_chunk_size to 64 or more"),
     ],
 )
 def test_steps_that_may_hold_no_chunk_are_refused(tmp_path, options, said):

@@ -115,7 +115,7 @@ def test_adapters_of_experts_come_where_there_is_room_beside_them(tmp_path):
         truth = {"stacks": said(llm, "own"), None: said(llm)}
     with engine(target, lora_modules={"own": few}) as llm:
         truth["few"] = said(llm, "own")
-    no_room = pytest.raises(RequestError, match=r"no room beside them.*start with lora_experts")
+    no_room = pytest.raises(RequestError, match=r"no room beside them.*Start with lora_experts")
     with engine(target, **ROOM) as llm, no_room:
         llm.adapters.load("a", adapter)
     for ranks in (1, 2):
@@ -259,7 +259,7 @@ def test_what_does_not_fit_changes_nothing(files, truth, tmp_path):
         assert said(llm, "a") == truth["all"]
     with (
         engine(files["llama"], lora_modules={"a": files["all"]}) as llm,
-        pytest.raises(RequestError, match="start with enable_lora"),
+        pytest.raises(RequestError, match="Start with enable_lora"),
     ):
         llm.adapters.load("b", files["few"])
 

@@ -103,5 +103,5 @@ def test_a_map_takes_rows_in_their_bits_where_they_are_not_expanded(pairs, tmp_p
 def test_a_map_is_refused_where_rows_cannot_be_taken():
     kernels = ReferenceKernels()
     parts = kernels.stack([kernels.pack(torch.ones(2, 8)) for _ in range(2)])
-    with pytest.raises(UnsupportedError, match="leave token_map out"):
+    with pytest.raises(UnsupportedError, match="Leave token_map out"):
         lm_head_of(kernels, parts, torch.arange(2))

@@ -162,7 +162,7 @@ def test_half_an_update_changes_nothing(llamas, answers):
     with pytest.raises(WeightUpdateError, match="no weights"):
         live.update_weights(tensors.items(), target="drafter")
     factor = f"base_model.model.{UP.replace('weight', 'lora_A.weight')}"
-    with pytest.raises(WeightUpdateError, match=r"is an adapter's.*load it by adapters\.load"):
+    with pytest.raises(WeightUpdateError, match=r"is an adapter's.*Load it by adapters\.load"):
         live.update_weights([(factor, tensors[UP])])
     assert said(live) == answers[0]
 
@@ -261,7 +261,7 @@ def test_weights_that_a_sleep_dropped_come_back_by_an_update(name, tmp_path):
     assert live.generate(PROMPTS[:1], params())[0].metrics.num_cached_tokens == 0
     live.sleep(2)
     assert live.generate_stream(PROMPTS[0]) is not None
-    with pytest.raises(RequestError, match="update the weights"):
+    with pytest.raises(RequestError, match="Update the weights"):
         live.wake_up()
     # Whatever is in memory that was given back: nothing of it is read.
     for tensor in (*live._engine.sleep.memory.kv, *live._engine.sleep.memory.weights):
@@ -325,7 +325,7 @@ def test_a_drafter_waits_for_the_targets_weights(llamas, tmp_path):
     spec = {"method": "eagle3", "num_speculative_tokens": 3, "model": str(head)}
     live, built = (engine(path, spec) for path in llamas)
     live.sleep(2)
-    with pytest.raises(WeightUpdateError, match="update the model first"):
+    with pytest.raises(WeightUpdateError, match="Update the model first"):
         live.update_weights(tensors_of(head).items(), target="drafter")
     live.update_weights(tensors_of(llamas[1]).items())
     live.wake_up()
@@ -346,7 +346,7 @@ def test_a_drafter_reads_no_weight_of_a_target_that_was_dropped(llamas, tmp_path
     weights = whole_storages(tensors_of_model(live._engine._runner.step.model))
     live._engine.sleep.memory = DeviceMemory((), weights, None)
     live.sleep(2)
-    with pytest.raises(WeightUpdateError, match="update the model first"):
+    with pytest.raises(WeightUpdateError, match="Update the model first"):
         live.update_weights(tensors_of(heads[1]).items(), target="drafter")
     live.update_weights(tensors_of(llamas[1]).items())
     live.update_weights(tensors_of(heads[1]).items(), target="drafter")

@@ -93,7 +93,7 @@ def test_tokens_stay_and_memory_goes(name, eager, targets, answers, specs, monke
         live.sleep(2)
         assert free_bytes() - awake >= 0.95 * kv + 0.7 * weights - 128 * MIB * (at == 0)
         assert allocated - torch.cuda.memory_allocated() >= kv + weights
-        with pytest.raises(RequestError, match="update the weights"):
+        with pytest.raises(RequestError, match="Update the weights"):
             live.wake_up()
         live.wake_up(tags)
         live.update_weights(tensors_of(targets[at]).items())

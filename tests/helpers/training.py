@@ -96,7 +96,7 @@ def require_one_error_without_memory(train: Callable, owner: object, name: str) 
     def fail(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
 
-    words = r"the training .* \(CUDA out of memory\)\. use a smaller"
+    words = r"the training .* \(CUDA out of memory\)\. Use a smaller"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, fail)
         with pytest.raises(ConfigError, match=words):

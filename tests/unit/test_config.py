@@ -53,7 +53,7 @@ def test_unknown_options_are_hinted_at(name, hint):
 def test_an_empty_chat_template_is_refused_as_empty(tmp_path):
     file = tmp_path / "template.jinja"
     file.touch()
-    with pytest.raises(ConfigError, match=r"is empty\. give a file of Jinja"):
+    with pytest.raises(ConfigError, match=r"is empty\. Give a file of Jinja"):
         EngineConfig(chat_template=file)
 
 
@@ -156,7 +156,7 @@ def test_a_key_of_vllm_that_asks_for_what_happens_anyway_is_accepted():
         ("{", "is not JSON: .* at column", '{"method": "ngram"'),
         ("3", "is not a JSON object", "braces"),
         ({}, "neither a method nor a model", "'ngram', "),
-        ("ngrm", "method 'ngrm' is not known", "did you mean 'ngram'? use 'ngram', "),
+        ("ngrm", "method 'ngrm' is not known", "did you mean 'ngram'? Use 'ngram', "),
         ({"method": "xyz"}, "'xyz' is not known", "use 'ngram', "),
         ({"model": "m", "num_speculative_tokens": 65}, "=65 is not possible", "1 to 64"),
         (NGRAM | {"num_speculative_tokens": -1}, "=-1 is not possible", "1 to 64"),

@@ -81,7 +81,7 @@ def test_arguments_of_vllm_without_a_meaning_here_are_refused_before_anything_ru
     ):
         with pytest.raises(RequestError, match=r"^prompt_adapter_request='x' is not offered: .*"):
             call(prompt_adapter_request="x")
-        with pytest.raises(RequestError, match=r"no adapter 'x'. start the engine with lora_mod"):
+        with pytest.raises(RequestError, match=r"no adapter 'x'. Start the engine with lora_mod"):
             call(lora_request="x")
     assert engine.requests == []
     llm.generate("a", GREEDY, lora_request=None, priority=None, tokenization_kwargs=None)
@@ -127,7 +127,7 @@ def test_names_of_the_package_are_listed_before_they_are_loaded():
 
 
 def test_a_cause_with_a_period_is_followed_by_its_remedy_alone():
-    assert str(RequestError("it ended.", "begin again")) == "it ended. begin again"
+    assert str(RequestError("it ended.", "begin again")) == "it ended. Begin again"
 
 
 def test_an_id_that_is_no_text_is_refused(scripted):
@@ -139,7 +139,7 @@ def test_an_id_that_is_no_text_is_refused(scripted):
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_an_llm_is_not_copied(scripted, copied):
     llm, _ = scripted()
-    with pytest.raises(RequestError, match="load the model in the process that uses it"):
+    with pytest.raises(RequestError, match="Load the model in the process that uses it"):
         copied(llm)
 
 
@@ -354,7 +354,7 @@ def test_a_revision_is_part_of_the_model_s_name():
 
 
 def test_options_are_checked_before_anything_is_loaded():
-    with pytest.raises(ConfigError, match="did you mean 'dtype'"):
+    with pytest.raises(ConfigError, match="Did you mean 'dtype'"):
         LLM("nowhere", dtyp="float32")
 
 

@@ -85,7 +85,7 @@ def require_harness() -> None:
         UnsupportedError: it is not installed.
     """
     if importlib.util.find_spec(_HARNESS) is None:
-        raise UnsupportedError("lm-eval is not installed", "pip install 'sametoken[eval]'")
+        raise UnsupportedError("lm-eval is not installed", "run pip install 'sametoken[eval]'")
 
 
 def require_usable(model: UnloadedModel, settings: TaskOptions) -> None:

@@ -58,7 +58,7 @@ def report(
         try:
             page = render_report(f"{title}: benchmark", data)
         except ImportError as error:
-            raise ConfigError(f"plotly is missing ({error})", "pip install plotly") from error
+            raise ConfigError(f"plotly is missing ({error})", "run pip install plotly") from error
         write_text(html, page)
     if json_output:
         typer.echo(json.dumps(data))

@@ -72,9 +72,9 @@ def _told() -> Iterator[None]:
     except OSError as error:
         if error.errno in _NO_ROOM:
             _discard_stdout()
-            what, remedy = "written", "make room"
+            what, remedy = "written", "Make room"
         elif error.errno in _BAD_PATH and error.filename is not None:
-            what, remedy = "used", "check the name, and the permissions of its folders"
+            what, remedy = "used", "Check the name, and the permissions of its folders"
         else:
             raise
         where = error.filename or "the output"

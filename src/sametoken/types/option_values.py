@@ -323,7 +323,8 @@ def choice(given: object, allowed: Iterable[str]) -> str:
     """The remedy for an impossible choice: the closest allowed value, and all of them."""
     names = list(allowed)
     close = closest(given, names) if isinstance(given, str) else None
-    return (f"did you mean {close!r}? " if close is not None else "") + f"use {listed(names)}"
+    values = listed(names)
+    return f"use {values}" if close is None else f"did you mean {close!r}? Use {values}"
 
 
 def listed(names: Iterable[str | int]) -> str:

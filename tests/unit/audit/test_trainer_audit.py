@@ -23,5 +23,5 @@ def test_nothing_to_score_is_refused(rollouts, concurrency):
 def test_scores_of_fast_prompts_are_refused():
     """They are not what the engine said of an answer, which it absorbs."""
     config = EngineConfig.from_options(model="/no/model", fast_prompts_from=2)
-    with pytest.raises(ConfigError, match=r"fast_prompts_from=2 .* leave the option out"):
+    with pytest.raises(ConfigError, match=r"fast_prompts_from=2 .* Leave the option out"):
         audit_trainer(config, (ROLLOUT,))

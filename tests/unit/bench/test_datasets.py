@@ -68,7 +68,7 @@ def test_spec_bench_reads_its_file(tmp_path):
 def test_a_line_that_is_no_prompt_is_told_what_to_be(tmp_path, name, wanted):
     path = tmp_path / "lines.jsonl"
     path.write_text('{"other": "x"}')
-    with pytest.raises(ConfigError, match=f"line 1 of .* is no prompt. give {wanted}"):
+    with pytest.raises(ConfigError, match=f"line 1 of .* is no prompt. Give {wanted}"):
         load_dataset(name, path=path)
 
 

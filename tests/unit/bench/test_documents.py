@@ -28,6 +28,6 @@ def test_what_is_no_object_is_refused(tmp_path, text):
 
 
 def test_what_json_cannot_hold_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="give finite options"):
+    with pytest.raises(ConfigError, match="Give finite options"):
         write_json(tmp_path / "a.json", {"temperature": math.nan})
     assert not (tmp_path / "a.json").exists()

@@ -290,5 +290,5 @@ def test_what_no_engine_takes_is_refused_here_too(tmp_path):
 
 
 def test_ranks_are_not_counted():
-    with pytest.raises(ConfigError, match="leave tensor_parallel_size out"):
+    with pytest.raises(ConfigError, match="Leave tensor_parallel_size out"):
         measure_memory(EngineConfig(model="m", tensor_parallel_size=2))

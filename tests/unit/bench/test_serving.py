@@ -43,7 +43,7 @@ def test_a_list_of_models_in_another_form_is_one_error(monkeypatch, models):
 
 
 def test_the_models_are_told_in_words(monkeypatch):
-    with pytest.raises(ConfigError, match=r"does not serve .other.\. use .m.$"):
+    with pytest.raises(ConfigError, match=r"does not serve .other.\. Use .m.$"):
         measure(monkeypatch, model="other")
 
 

@@ -128,5 +128,5 @@ def test_a_servers_address():
 
 
 def test_a_file_is_not_served_under_the_name_of_a_shipped_dataset():
-    with pytest.raises(ConfigError, match=r"'mt-bench' takes no file, .* give --dataset custom"):
+    with pytest.raises(ConfigError, match=r"'mt-bench' takes no file, .* Give --dataset custom"):
         ServingWorkload(path=Path("prompts.jsonl"))

@@ -47,7 +47,7 @@ def test_a_file_is_answered_by_an_engine_of_its_own(source, tmp_path):
 
 def test_options_of_ray_need_ray(source, tmp_path):
     done = run(source, tmp_path / "out", "--replicas", "2")
-    assert (done.exit_code, "add --ray" in done.output) == (2, True)
+    assert (done.exit_code, "Add --ray" in done.output) == (2, True)
 
 
 def test_without_the_extra_ray_is_unsupported(source, tmp_path, monkeypatch):

@@ -95,7 +95,7 @@ def test_a_preset_gives_defaults_that_options_override():
 @pytest.mark.parametrize(
     ("given", "caching", "cause"),
     [
-        ({"preset": "pier"}, False, "'pier' is not known. use 'peer'"),
+        ({"preset": "pier"}, False, "'pier' is not known. Use 'peer'"),
         ({"preset": "peer"}, True, "no prefix cache"),
         ({"concurrency": "1;2"}, False, "not a list of numbers"),
         ({"concurrency": "9" * 400}, False, "not a list of numbers"),
@@ -110,7 +110,7 @@ def test_what_makes_no_workload_is_refused(given, caching, cause):
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
-        (("--dataset", "nothing"), "'nothing' is not known. use gsm8k, "),
+        (("--dataset", "nothing"), "'nothing' is not known. Use gsm8k, "),
         (("--dataset", "spec-bench"), "spec-bench does not ship"),
         (("--dataset", "gsm8k", "--path", "/no/file"), "'gsm8k' takes no file"),
         (("--dataset", "custom", "--path", "/no/file"), "/no/file cannot be read"),
@@ -134,7 +134,7 @@ def test_results_are_shown_where_the_file_cannot_be_written(target, tmp_path, mo
     result = run("latency", target, *SMALL, "--num-iters", "1", "--output", str(tmp_path / "kept"))
     assert result.exit_code == 2
     assert "decode step, median ms" in result.stdout
-    assert "cannot be written. make room" in result.stderr
+    assert "cannot be written. Make room" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_prompts_come_from_one_place(target, tmp_path):
     path.write_text("[1, 2, 3]")
     result = run("latency", target, *SMALL, "--prompts", str(path), "--dataset", "gsm8k")
     assert result.exit_code == 2
-    assert "give one of them" in result.stderr
+    assert "Give one of them" in result.stderr
 
 
 def test_real_acceptance_is_put_into_words(target):

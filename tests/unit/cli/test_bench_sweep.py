@@ -41,7 +41,7 @@ def test_a_spec_without_axes_is_told_what_it_holds(tmp_path, text):
     spec.write_text(text)
     result = run(tmp_path / "new", "--spec", str(spec), "--dry-run")
     assert result.exit_code == 2
-    assert 'give axes, as in {"concurrency": [1, 8]}' in result.stderr.replace("\n", " ")
+    assert 'Give axes, as in {"concurrency": [1, 8]}' in result.stderr.replace("\n", " ")
 
 
 def test_a_dry_run_shows_the_preset_and_measures_nothing(tmp_path):
@@ -129,8 +129,8 @@ def test_a_directory_that_cannot_be_made_is_refused_before_anything_is_measured(
     [
         ((), "has no model"),
         (("--model", "m", "--output-len", "1;2"), "not a list of numbers"),
-        (("--model", "m", "--drafter", "[1]"), "give one, a method's name, or none"),
-        (("--model", "m", "--drafter", "ngramm"), "did you mean 'ngram'"),
+        (("--model", "m", "--drafter", "[1]"), "Give one, a method's name, or none"),
+        (("--model", "m", "--drafter", "ngramm"), "Did you mean 'ngram'"),
         (("--model", "m", "--drafter", "{}"), "neither a method nor a model"),
         (("--model", "m", "--preset", "vllm"), "'vllm' is not known"),
     ],

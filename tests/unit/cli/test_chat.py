@@ -247,7 +247,7 @@ def test_methods_that_the_model_cannot_run_with_are_not_offered(monkeypatch):
 
 def test_impossible_drafts_leave_the_engine_as_it_is():
     talk = Talk()
-    assert "did you mean 'ngram'? use 'ngram', " in talk.say("/drafts ngrm")
+    assert "Did you mean 'ngram'? Use 'ngram', " in talk.say("/drafts ngrm")
     assert len(EchoLLM.loaded) == 1
 
 
@@ -259,7 +259,7 @@ def test_drafts_that_cannot_be_loaded_are_undone(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(EchoLLM, "__init__", refuse)
-        assert talk.say("/drafts suffix") == "error: no such drafter. take another\n"
+        assert talk.say("/drafts suffix") == "error: no such drafter. Take another\n"
     assert "tokens/s" in talk.say("abc")
     assert talk.llm.config.speculative_config == SpeculativeConfig("ngram")
 
@@ -318,11 +318,11 @@ def test_a_conversation_is_saved_as_json_or_markdown(tmp_path):
 def test_save_overwrites_only_what_it_wrote(tmp_path):
     talk, path = Talk(), tmp_path / "c.md"
     path.write_text("mine")
-    assert "exists already. choose another name" in talk.say(f"/save {path}")
+    assert "exists already. Choose another name" in talk.say(f"/save {path}")
     assert path.read_text() == "mine"
     path.unlink()
     assert "2 messages are saved" in talk.say("abc", f"/save {path}", f"/save {path}")
-    assert "give a name in .json or .md" in talk.say("/save c.txt")
+    assert "Give a name in .json or .md" in talk.say("/save c.txt")
     assert "cannot be written" in talk.say(f"/save {tmp_path / 'no' / 'c.md'}")
     saved = path.read_text()
     with filling_disk():
@@ -333,11 +333,11 @@ def test_save_overwrites_only_what_it_wrote(tmp_path):
 @pytest.mark.parametrize(
     ("line", "hint"),
     [
-        ("/rset", "there is no command /rset. did you mean '/reset'?"),
-        ("/xyz", "known: /again, /drafts"),
+        ("/rset", "there is no command /rset. Did you mean '/reset'?"),
+        ("/xyz", "Known: /again, /drafts"),
         ("/again", "there is no question yet"),
-        ("refuse", "error: the chat template refuses the messages. be kind"),
-        ("x" * CONTEXT, "the conversation has 40 tokens and the context holds 40. send a shorter"),
+        ("refuse", "error: the chat template refuses the messages. Be kind"),
+        ("x" * CONTEXT, "the conversation has 40 tokens and the context holds 40. Send a shorter"),
     ],
 )
 def test_mistakes_are_told_and_change_nothing(line, hint):
@@ -405,7 +405,7 @@ def test_drafts_that_do_not_fit_leave_the_model_loaded(monkeypatch):
         raise UnsupportedError("no such drafter", "take another")
 
     monkeypatch.setattr(Unloaded, "of", refuse)
-    assert talk.say("/drafts suffix") == "error: no such drafter. take another\n"
+    assert talk.say("/drafts suffix") == "error: no such drafter. Take another\n"
     assert "tokens/s" in talk.say("abc")
     assert len(EchoLLM.loaded) == 1
 

@@ -68,7 +68,7 @@ def test_an_empty_file_changes_nothing(serve):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("max-modl-len: 3", "unknown option 'max-modl-len'. did you mean 'max_model_len'?"),
+        ("max-modl-len: 3", "unknown option 'max-modl-len'. Did you mean 'max_model_len'?"),
         ("config: other.yaml", "unknown option 'config'"),
         ("- a", "is no mapping"),
         ("a: [", "is no YAML"),

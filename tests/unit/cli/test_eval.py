@@ -129,11 +129,11 @@ def test_without_speculation_there_is_nothing_to_compare(model, given):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("gsm9k",), "lm-eval has no task gsm9k. did you mean 'gsm8k'?"),
+        (("gsm9k",), "lm-eval has no task gsm9k. Did you mean 'gsm8k'?"),
         (("gsm8k", "--path", "/no/such/file"), "/no/such/file"),
         (("gsm8k", "--dtype", "float8"), "dtype='float8'"),
         (("gsm8k", "--limit", "0"), "limit=0 is not possible"),
-        (("gsm8k", "--min-score", "nan"), "min_score=nan is not possible. use a number from 0 to"),
+        (("gsm8k", "--min-score", "nan"), "min_score=nan is not possible. Use a number from 0 to"),
         (("gsm8k", "--min-score", "-0.1"), "min_score=-0.1 is not possible"),
         (("gsm8k", "--min-score", "50"), "min_score=50.0 is not possible"),
         (("gsm8k", "--max-tokens", "0"), "max_tokens=0 is not possible"),
@@ -141,7 +141,7 @@ def test_without_speculation_there_is_nothing_to_compare(model, given):
         (("gsm8k", "--num-fewshot", "9"), "num_fewshot=9 is above the 8 examples of gsm8k"),
         (
             ("gsm8k", "--metric", "exact_match"),
-            "gsm8k has no metric 'exact_match'. use 'exact_match,strict-match' or "
+            "gsm8k has no metric 'exact_match'. Use 'exact_match,strict-match' or "
             "'exact_match,flexible-extract'",
         ),
     ],
@@ -179,7 +179,7 @@ MIXED = ("loglikelihood", ("perplexity", "acc"))
     [
         (PERPLEXITIES, (), "'word_perplexity,none' of own"),
         (PERPLEXITIES, ("--metric", "bits_per_byte,none"), "'bits_per_byte,none' of own"),
-        (MIXED, ("--metric", "perplexity,none"), "use metric 'acc,none'"),
+        (MIXED, ("--metric", "perplexity,none"), "Use metric 'acc,none'"),
         (MIXED, ("--metric", "acc,none"), None),
         (MIXED, (), None),
     ],
@@ -201,7 +201,7 @@ def test_a_minimum_is_refused_where_lower_is_better(monkeypatch, task, arguments
 @pytest.mark.parametrize(
     ("option", "why"),
     [
-        ("--chat", "the model has no chat template. leave --chat out"),
+        ("--chat", "the model has no chat template. Leave --chat out"),
         ("--max-tokens=1024", "max_tokens=1024 leaves no room for a prompt in 1024 tokens"),
     ],
 )

@@ -66,11 +66,11 @@ def test_the_help_of_a_command_is_a_topic(path):
 @pytest.mark.parametrize(
     ("topic", "hint"),
     [
-        (["chta"], "did you mean 'chat'?"),
-        (["speculativ"], "did you mean 'speculative'?"),
-        (["bench", "latenzy"], "did you mean 'latency'?"),
+        (["chta"], "Did you mean 'chat'?"),
+        (["speculativ"], "Did you mean 'speculative'?"),
+        (["bench", "latenzy"], "Did you mean 'latency'?"),
         (["chat", "x"], "there is no help on 'x'"),
-        (["chat", "--markdown"], "give speculative"),
+        (["chat", "--markdown"], "Give speculative"),
     ],
 )
 def test_an_unknown_topic_gets_a_suggestion(topic, hint):

@@ -193,7 +193,7 @@ def base_model(tmp_path_factory):
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
-        (["--chat", "hi"], "the model has no chat template. give a text to continue"),
+        (["--chat", "hi"], "the model has no chat template. Give a text to continue"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "a" * 2000], "2000 tokens"),
         (
@@ -259,7 +259,7 @@ def test_an_adapter_answers_that_is_named(llm):
     llm.all.clear()
     refused = run(*words, "sq")
     assert (refused.exit_code, llm.all) == (2, [])
-    assert "there is no adapter 'sq'. did you mean 'sql'?" in refused.stderr
+    assert "there is no adapter 'sq'. Did you mean 'sql'?" in refused.stderr
 
 
 def test_every_engine_option_is_offered_or_named_as_left_out():
@@ -339,7 +339,7 @@ def test_impossible_sampling_is_refused_before_a_model_is_loaded(llm):
     result = run("generate", "--prompt", "a", "--temperature", "200")
     assert (
         result.stderr
-        == "error: temperature=200.0 is not possible. use a number from 0.0 to 100.0\n"
+        == "error: temperature=200.0 is not possible. Use a number from 0.0 to 100.0\n"
     )
     assert llm.all == []
 
@@ -350,14 +350,14 @@ def test_what_is_not_supported_exits_with_3(llm, monkeypatch):
 
     monkeypatch.setattr(generate_module, "_load", refuse)
     result = run("generate", "--prompt", "a")
-    assert (result.exit_code, result.stderr) == (3, "error: no such device. use cpu\n")
+    assert (result.exit_code, result.stderr) == (3, "error: no such device. Use cpu\n")
 
 
 def test_a_request_that_fails_is_an_error(llm):
     llm.error = NumericalError("the logits were NaN", "use float32")
     result = run("generate", "--prompt", "a")
     assert result.exit_code == 2
-    assert "error: the logits were NaN. use float32" in result.stderr
+    assert "error: the logits were NaN. Use float32" in result.stderr
 
 
 @pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 141)])
@@ -382,7 +382,7 @@ def test_an_output_without_room_is_one_line(command):
             text=True,
             check=False,
         )
-    cause = "error: the output cannot be written (no space left on device). make room"
+    cause = "error: the output cannot be written (no space left on device). Make room"
     assert (result.returncode, result.stderr.splitlines()) == (2, [cause])
 
 
@@ -392,7 +392,7 @@ def test_an_output_without_room_is_one_line(command):
 def test_a_path_that_cannot_be_looked_up_is_one_line(command):
     name = "a" * 300
     result = run(*command.split(), name)
-    remedy = "check the name, and the permissions of its folders"
+    remedy = "Check the name, and the permissions of its folders"
     cause = f"error: {name} cannot be used (file name too long). {remedy}"
     assert (result.exit_code, result.stderr.splitlines()) == (2, [cause])
 

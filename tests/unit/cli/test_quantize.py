@@ -30,7 +30,7 @@ def test_a_copy_that_cannot_be_written_leaves_nothing_and_is_one_line(tmp_path, 
     monkeypatch.setattr(safetensors_file, "save_file", fail)
     done = CliRunner().invoke(app, ["quantize", str(source), str(out)])
     assert (done.exit_code, done.stderr.count("\n"), out.exists()) == (2, 1, False)
-    assert "out cannot be written (No space left on device). make room" in done.stderr
+    assert "out cannot be written (No space left on device). Make room" in done.stderr
     (tmp_path / "named").mkdir()
     out.symlink_to(tmp_path / "named")
     done = CliRunner().invoke(app, ["quantize", str(source), str(out)])
@@ -56,4 +56,4 @@ def test_an_output_that_is_there_is_refused_before_the_model_is_looked_up(tmp_pa
     for there in (tmp_path, tmp_path / "link"):
         done = CliRunner().invoke(app, ["quantize", "no-such-model", str(there)])
         assert done.exit_code == 2
-        assert "exists. name a new directory" in done.stderr
+        assert "exists. Name a new directory" in done.stderr

@@ -141,7 +141,7 @@ def run(*arguments: str):
 
 def test_options_of_ray_need_ray():
     done = run("--replicas", "2")
-    assert (done.exit_code, "add --ray" in done.output) == (2, True)
+    assert (done.exit_code, "Add --ray" in done.output) == (2, True)
 
 
 @pytest.mark.parametrize(

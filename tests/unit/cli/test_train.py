@@ -162,7 +162,7 @@ def test_an_earlier_training_is_kept_and_nothing_is_read(tmp_path, name, source,
     (output / kept).write_text("kept")
     refused = run(name, missing, output, source, missing)
     assert refused.exit_code == 2, refused.output
-    assert f"{output} holds {what} already. choose another output, remove it" in refused.stderr
+    assert f"{output} holds {what} already. Choose another output, remove it" in refused.stderr
     assert (output / kept).read_text() == "kept"
 
 
@@ -170,7 +170,7 @@ def test_a_training_that_never_began_is_not_resumed_and_nothing_is_read(tmp_path
     output, missing = tmp_path / "out", tmp_path / "missing"
     refused = run("draft", missing, output, "--text", missing, "--resume")
     assert refused.exit_code == 2, refused.output
-    assert f"{output / 'checkpoint.pt'} does not exist. leave resume out" in refused.stderr
+    assert f"{output / 'checkpoint.pt'} does not exist. Leave resume out" in refused.stderr
 
 
 def test_a_llama_needs_no_word_about_the_module(tmp_path):
@@ -194,7 +194,7 @@ def test_an_existing_text_is_kept(target, prompts, tmp_path, monkeypatch):
     text.write_text("hours of answers\n")
     refused = run("text", target, text, "--prompts", prompts, "--device", "cpu")
     assert refused.exit_code == 2
-    assert f"{text} is there already. remove it, or choose another output" in refused.stderr
+    assert f"{text} is there already. Remove it, or choose another output" in refused.stderr
     assert text.read_text() == "hours of answers\n"
 
 
@@ -261,7 +261,7 @@ def test_a_resumed_training_has_its_answers_and_a_new_one_keeps_them(
         (head / name).unlink()
     refused = run(*command)
     assert refused.exit_code == 2
-    assert f"give --text {head / 'text.jsonl'} in place of --generate-from" in refused.stderr
+    assert f"Give --text {head / 'text.jsonl'} in place of --generate-from" in refused.stderr
     assert (head / "text.jsonl").read_bytes() == answers
 
 

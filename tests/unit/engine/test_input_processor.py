@@ -77,7 +77,7 @@ def test_chat_goes_through_the_template(tokenizer):
         ({"prompt_token_ids": "12"}, "prompt_token_ids of type str"),
         ({"prompt_token_ids": 12}, "prompt_token_ids of type int"),
         ({"prompt": "a", "prompt_token_ids": [1]}, "keys"),
-        ({"input_ids": [1], "attention_mask": [1]}, 'give its "input_ids" alone'),
+        ({"input_ids": [1], "attention_mask": [1]}, 'Give its "input_ids" alone'),
         ({"promt": "a"}, "'promt'"),
         ({}, "keys"),
     ],
@@ -195,7 +195,7 @@ def test_parameters_of_another_type_are_refused(tokenizer):
 
 
 def test_parameters_that_are_no_list_name_both_forms():
-    with pytest.raises(RequestError, match="give SamplingParams, or a list of them"):
+    with pytest.raises(RequestError, match="Give SamplingParams, or a list of them"):
         params_of({"temperature": 0}, 1)
 
 
@@ -207,7 +207,7 @@ def test_one_part_may_wake_up_by_its_name():
 
 @pytest.mark.parametrize("tags", [5, {"weights": True}, [5, "weights"], [["weights"]]])
 def test_what_names_no_part_is_refused(tags):
-    with pytest.raises(RequestError, match='give "weights", "kv_cache" or a list of them'):
+    with pytest.raises(RequestError, match='Give "weights", "kv_cache" or a list of them'):
         parts_of(tags)
 
 
@@ -364,7 +364,7 @@ def test_a_budget_that_cannot_be_kept_is_refused(tokenizer, reasoner):
         process(make(tokenizer), thinking_token_budget=4)
     with pytest.raises(RequestError, match="skip_tokenizer_init"):
         process(make(None), thinking_token_budget=4)
-    with pytest.raises(RequestError, match=f"allowed_token_ids leaves out .* allow .*{END}"):
+    with pytest.raises(RequestError, match=f"allowed_token_ids leaves out .* Allow .*{END}"):
         process(make(reasoner), thinking_token_budget=4, allowed_token_ids=[9])
     header = StructuredOutputs(regex="a", reasoning=Reasoning((9,), header_end=8))
     with pytest.raises(RequestError, match="no budget"):
@@ -391,5 +391,5 @@ def test_drafts_without_a_drafter_are_refused_with_its_option(tokenizer):
         num_speculative_tokens=0,
         seed=0,
     )
-    with pytest.raises(RequestError, match="give the engine a speculative_config"):
+    with pytest.raises(RequestError, match="Give the engine a speculative_config"):
         process(inputs, num_speculative_tokens=1)

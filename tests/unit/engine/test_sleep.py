@@ -50,10 +50,10 @@ def test_levels_and_tags():
     sleep.require_awake()
     sleep.begin(2)
     for tags in (None, ["weights", "kv_cache"]):
-        with pytest.raises(RequestError, match="update the weights"):
+        with pytest.raises(RequestError, match="Update the weights"):
             sleep.end(tags)
     sleep.end(["weights"])
-    with pytest.raises(RequestError, match="update the weights"):
+    with pytest.raises(RequestError, match="Update the weights"):
         sleep.end(["kv_cache"])
     sleep.begin(1)
     assert sleep.lacks_weights, "a lighter sleep brings no weights back"

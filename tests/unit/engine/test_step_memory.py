@@ -309,7 +309,7 @@ def test_a_step_has_no_more_rows_than_recurrent_layers_address(rule, width):
         return EngineConfig(model="m", max_num_batched_tokens=rows, max_num_seqs=64)
 
     require_addressable(asked(131_072), caches, cuda)
-    with pytest.raises(ConfigError, match="lower it") as refused:
+    with pytest.raises(ConfigError, match="Lower it") as refused:
         require_addressable(asked(2**20), caches, cuda)
     most = int(re.search(r"more than the (\d+) rows", str(refused.value)).group(1))
     assert 0.95 * 2**31 < most * width <= 2**31

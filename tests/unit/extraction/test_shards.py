@@ -107,9 +107,9 @@ def test_damage_is_named(directory):
     [
         (None, "holds no manifest.json"),
         ("{", "cannot be read"),
-        ("[]", r"malformed \(the whole: Input should be an object\)\. extract"),
+        ("[]", r"malformed \(the whole: Input should be an object\)\. Extract"),
         ('{"format": "another"}', "is of format 'another'"),
-        (json.dumps({"format": shards.FORMAT}), r"malformed \(model: Field required\)\. extract"),
+        (json.dumps({"format": shards.FORMAT}), r"malformed \(model: Field required\)\. Extract"),
     ],
 )
 def test_a_manifest_that_is_none_is_refused(tmp_path, text, cause):

@@ -64,7 +64,7 @@ def test_hands_of_others_are_named(tmp_path):
 def test_one_at_a_time_and_the_next_once_it_is_closed(tmp_path):
     with (
         DirectoryLock(tmp_path, "wait"),
-        pytest.raises(ConfigError, match=rf"held by process {os.getpid()} on .*\. wait"),
+        pytest.raises(ConfigError, match=rf"held by process {os.getpid()} on .*\. Wait"),
     ):
         DirectoryLock(tmp_path, "wait")
     lock = DirectoryLock(tmp_path, "wait")

@@ -173,7 +173,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fault", "remedy"), [(errno.ENOSPC, "make room there"), (errno.EACCES, "make it writable")]
+    ("fault", "remedy"), [(errno.ENOSPC, "Make room there"), (errno.EACCES, "Make it writable")]
 )
 def test_the_remedy_is_that_of_the_fault(tmp_path, monkeypatch, fault, remedy):
     def sync(directory):

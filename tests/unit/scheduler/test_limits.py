@@ -36,8 +36,8 @@ def test_blocks_are_rounded_up(kit):
     [
         (0, 8, "'r' has an empty prompt"),
         (64, 64, "prompt of 64 tokens but max_model_len=64 leaves room for 63"),
-        (10, 10, r"max_total_tokens=10\. use a number from 11 .* to 64"),
-        (10, 65, r"max_total_tokens=65\. use a number from 11 .* to 64"),
+        (10, 10, r"max_total_tokens=10\. Use a number from 11 .* to 64"),
+        (10, 65, r"max_total_tokens=65\. Use a number from 11 .* to 64"),
         (10, 30, "may need 9 KV blocks for 30 tokens but there are 8"),
     ],
 )

@@ -240,7 +240,7 @@ async def test_an_id_that_is_no_text_is_refused_and_the_engine_lives(llm, reques
 
 
 def test_an_engine_is_not_pickled(llm):
-    with pytest.raises(RequestError, match="load the model in the process that uses it"):
+    with pytest.raises(RequestError, match="Load the model in the process that uses it"):
         pickle.dumps(llm)
 
 

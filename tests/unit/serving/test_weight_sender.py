@@ -20,7 +20,7 @@ PATIENCE_S = 30.0
 
 @pytest.mark.parametrize("url", ["http://localhost:80x", "http://local host:80", "localhost"])
 def test_a_url_that_is_none(url):
-    with pytest.raises(WeightUpdateError, match="check the URL"):
+    with pytest.raises(WeightUpdateError, match="Check the URL"):
         WeightSender([url])
 
 
@@ -87,7 +87,7 @@ def test_after_a_failure_another_sender_takes_its_port():
             weights = [("a", torch.zeros(4))]
             with pytest.raises(WeightUpdateError, match="no memory"):
                 sender.send(weights)
-            with pytest.raises(WeightUpdateError, match="make a new sender"):
+            with pytest.raises(WeightUpdateError, match="Make a new sender"):
                 sender.send(weights)
             # While the one that failed is still there.
             assert WeightSender(urls, port=port, timeout_s=PATIENCE_S) is not sender

@@ -259,7 +259,7 @@ def test_it_trains_on_extracted_states(target, text, tmp_path):
     source = TrainingText(states=(tmp_path / "states-0", tmp_path / "states-1"))
     # Before its weights are read.
     unreadable = training.with_bad_weights(target, tmp_path / "target")
-    with pytest.raises(ConfigError, match=r"\[1, 2, 4\]|extract with"):
+    with pytest.raises(ConfigError, match=r"\[1, 2, 4\]|Extract with"):
         train(unreadable, tmp_path / "head", source, head=replace(HEAD, aux_layers="0,2,4"))
     speculative["shared_storage_path"] = str(tmp_path / "one")
     open_llm(target, speculative_config=speculative).generate(prompts_of()[:1], GREEDY)

@@ -185,7 +185,7 @@ def test_impossible_models_are_refused(changes):
 
 def test_a_vocabulary_without_room_for_every_byte_is_refused_before_the_text_is_read(tmp_path):
     missing, output = [Source(tmp_path / "none.txt", 1.0)], tmp_path / "out"
-    with pytest.raises(ConfigError, match=r"vocab_size=258 is too small\. use at least 259"):
+    with pytest.raises(ConfigError, match=r"vocab_size=258 is too small\. Use at least 259"):
         train(output, missing, replace(SMALL, vocab_size=258))
     assert not output.exists()
     with pytest.raises(ConfigError, match="cannot be read"):

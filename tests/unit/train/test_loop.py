@@ -234,7 +234,7 @@ def test_a_loss_that_is_no_number_ends_training(tmp_path):
 
 
 def test_a_step_that_does_not_fit_the_device_is_one_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"batch_tokens=7 .* \(CUDA out of memory\). lower"):
+    with pytest.raises(ConfigError, match=r"batch_tokens=7 .* \(CUDA out of memory\)\. Lower"):
         train(TooLarge(), tmp_path, options(batch_tokens=7))
 
 

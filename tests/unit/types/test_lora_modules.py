@@ -78,13 +78,13 @@ def test_requests_choose_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        ("sq", "there is no adapter 'sq'. did you mean 'sql'? use 'sql' or 'chat'"),
-        (5, "lora_request=5 is not possible. give the name of an adapter, or a LoRARequest"),
+        ("sq", "there is no adapter 'sq'. Did you mean 'sql'? Use 'sql' or 'chat'"),
+        (5, "lora_request=5 is not possible. Give the name of an adapter, or a LoRARequest"),
         (LoRARequest("other", 1), "there is no adapter 'other'"),
         (LoRARequest(["sql"], 1), "is not possible"),
         (LoRARequest("sql", 1, "./b"), "'sql' was loaded from './a=b', not from './b'"),
         (LoRARequest("sql", 1, "\0"), "not from"),
-        (LoRARequest("sql", 1, 5), "not from 5. give that path, or the name alone"),
+        (LoRARequest("sql", 1, 5), "not from 5. Give that path, or the name alone"),
     ],
 )
 def test_another_choice_is_refused(chosen, message):
@@ -95,7 +95,7 @@ def test_another_choice_is_refused(chosen, message):
 
 
 def test_without_adapters_the_remedy_is_to_load_one():
-    with pytest.raises(RequestError, match="start the engine with lora_modules"):
+    with pytest.raises(RequestError, match="Start the engine with lora_modules"):
         require_adapter((), "sql")
 
 

@@ -84,7 +84,7 @@ def test_limits_are_allowed_and_what_lies_beyond_is_not():
         *(("count", 0, "an integer"), ("count", 4, "an integer"), ("size", 0, "an integer")),
         *(("share", 1.5, "a number"), ("share", float("nan"), "a number")),
     ):
-        with pytest.raises(ConfigError, match=f"{name}=.* is not possible.*use {kind} from"):
+        with pytest.raises(ConfigError, match=f"{name}=.* is not possible.*Use {kind} from"):
             require_limits(Limited(**{name: value}))
 
 

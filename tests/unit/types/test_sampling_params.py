@@ -191,9 +191,9 @@ def test_a_derived_seed_never_changes_between_releases():
 @pytest.mark.parametrize(
     ("given", "remedy"),
     [
-        ({"max_new_tokens": 8}, "use max_tokens"),
-        ({"guided_decoding": None}, "use structured_outputs"),
-        ({"temprature": 0}, "did you mean 'temperature'"),
+        ({"max_new_tokens": 8}, "Use max_tokens"),
+        ({"guided_decoding": None}, "Use structured_outputs"),
+        ({"temprature": 0}, "Did you mean 'temperature'"),
     ],
 )
 def test_another_engines_argument_is_refused_with_what_to_use(given, remedy):

@@ -100,7 +100,7 @@ def test_sampling_parameters_take_nothing_else():
 
 @pytest.mark.parametrize(
     ("given", "remedy"),
-    [({"json": "{}"}, "use json_schema"), ({"jsn_schema": "{}"}, "did you mean 'json_schema'")],
+    [({"json": "{}"}, "Use json_schema"), ({"jsn_schema": "{}"}, "Did you mean 'json_schema'")],
 )
 def test_another_engines_argument_is_refused_with_what_to_use(given, remedy):
     with pytest.raises(RequestError, match=f"StructuredOutputs has no .*{remedy}"):

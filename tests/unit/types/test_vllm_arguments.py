@@ -60,14 +60,14 @@ def test_values_that_describe_what_happens_anyway_are_taken():
     taken = {"priority": 0, "tokenization_kwargs": {}, "mm_processor_kwargs": {}}
     assert MODEL.generate("x", **taken) == ("x", None, False)
     assert MODEL.chat("x", chat_template_content_format="string") == ("x", {})
-    assert "use string" in str(refused(MODEL.chat, chat_template_content_format="openai"))
+    assert "Use string" in str(refused(MODEL.chat, chat_template_content_format="openai"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"temperature": 0}, "has no 'temperature'. give SamplingParams(temperature=...)"),
-        ({"max_new_tokens": 16}, "has no 'max_new_tokens'. use max_tokens"),
+        ({"temperature": 0}, "has no 'temperature'. Give SamplingParams(temperature=...)"),
+        ({"max_new_tokens": 16}, "has no 'max_new_tokens'. Use max_tokens"),
     ],
 )
 def test_sampling_parameters_are_no_arguments(arguments, message):
@@ -77,6 +77,6 @@ def test_sampling_parameters_are_no_arguments(arguments, message):
 
 def test_other_names_are_options_where_there_are_some():
     assert str(refused(MODEL.generate, use_tqmd=True)) == (
-        "Model.generate has no 'use_tqmd'. did you mean 'use_tqdm'?"
+        "Model.generate has no 'use_tqmd'. Did you mean 'use_tqdm'?"
     )
     assert MODEL.chat("x", enable_thinking=False) == ("x", {"enable_thinking": False})

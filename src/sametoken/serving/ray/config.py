@@ -72,5 +72,5 @@ def require_ray() -> None:
         import ray.serve  # noqa: F401
     except ImportError as error:
         raise UnsupportedError(
-            f"Ray is not installed ({error})", "pip install 'sametoken[ray]'"
+            f"Ray is not installed ({error})", "run pip install 'sametoken[ray]'"
         ) from error

@@ -40,5 +40,5 @@ def test_a_file_without_access_is_not_to_be_downloaded_again(name, read, tmp_pat
         read(path)
     assert str(caught.value) == (
         f"{path} cannot be read (permission denied). "
-        "check its permissions, and those of its folders"
+        "Check its permissions, and those of its folders"
     )

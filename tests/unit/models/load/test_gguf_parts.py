@@ -64,7 +64,7 @@ def test_files_are_put_together_by_their_names():
 
 def test_a_later_file_names_the_first(parts):
     for read in (read_config, read_tokenizer):
-        with pytest.raises(CheckpointError, match=r"later file .* give .*-00001-of-00003\.gguf"):
+        with pytest.raises(CheckpointError, match=r"later file .* Give .*-00001-of-00003\.gguf"):
             read(parts[1])
 
 

@@ -111,7 +111,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("SAMETOKEN_CACHE", str(tmp_path / "file"))
     with pytest.raises(
-        UnsupportedError, match=r"\((not a directory|file exists)\)\. set SAMETOKEN_CACHE"
+        UnsupportedError, match=r"\((not a directory|file exists)\)\. Set SAMETOKEN_CACHE"
     ):
         build(RECIPES[0], fake_compiler(tmp_path / "cc"))
 
@@ -122,7 +122,7 @@ def test_a_cache_that_runs_no_code_is_named_before_anything_is_compiled(
     compiler = fake_compiler(tmp_path / "cc")
     found = SimpleNamespace(f_flag=os.ST_NOEXEC | os.ST_NOSUID)
     monkeypatch.setattr(os, "statvfs", lambda path: found)
-    with pytest.raises(UnsupportedError, match=r"noexec\. set SAMETOKEN_CACHE"):
+    with pytest.raises(UnsupportedError, match=r"noexec\. Set SAMETOKEN_CACHE"):
         build(RECIPES[0], compiler)
     assert not (tmp_path / "cc.log").exists()
 

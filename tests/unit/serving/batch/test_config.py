@@ -13,8 +13,8 @@ from sametoken.serving.batch.config import BatchConfig
         ({"ray": True, "replicas": 0}, "replicas=0"),
         ({"ray": True, "ray_num_cpus": -1.0}, "ray_num_cpus"),
         ({"ray": True, "ray_num_cpus": float("nan")}, "ray_num_cpus"),
-        ({"replicas": 2}, "add --ray"),
-        ({"ray_num_cpus": 2.0}, "add --ray"),
+        ({"replicas": 2}, "Add --ray"),
+        ({"ray_num_cpus": 2.0}, "Add --ray"),
     ],
 )
 def test_impossible_options_are_refused(options, message):

@@ -364,7 +364,7 @@ def test_passing_trouble_is_waited_out(trouble):
 
 
 def test_an_engine_that_is_gone_for_good_ends_the_run():
-    with pytest.raises(EngineDeadError, match="the same command resumes the run"):
+    with pytest.raises(EngineDeadError, match="The same command resumes the run"):
         answered(FakeEngine(refuse=EngineDeadError("gone")), [line(1, prompt="a")])
 
 

@@ -534,7 +534,7 @@ def test_log_probabilities_above_the_server_s_limit_are_named_as_chats_ask_for_t
     answer = serve(max_logprobs=2).post("/v1/chat/completions", json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "top_logprobs")
-    assert "above the 2 of this server. use 0 to 2" in error["message"]
+    assert "above the 2 of this server. Use 0 to 2" in error["message"]
 
 
 def test_an_unknown_syntax_is_refused_before_anything_runs(serve):

@@ -22,7 +22,7 @@ from sametoken.serving.http.transfer_config import WeightTransferConfig
         ('{"backend": "gloo", "directory": "/tmp"}', "directory"),
         ('{"backend": "gloo", "timeout": 0}', "timeout"),
         ('{"backend": "gloo", "timeout": true}', "timeout"),
-        ('{"backend": "gloo", "time_out": 1}', "did you mean 'timeout'"),
+        ('{"backend": "gloo", "time_out": 1}', "Did you mean 'timeout'"),
     ],
 )
 def test_what_is_impossible_is_refused(text, told):

@@ -386,7 +386,7 @@ def test_chosen_launches_over_heads_of_a_size_share_what_their_bits_follow_from(
 def test_impossible_launches_are_refused():
     scene = Scene(SHAPE, [20])
     q, rows = scene.rows([(0, 3)])
-    with pytest.raises(InvariantError, match=r"set AttentionRows\.runs"):
+    with pytest.raises(InvariantError, match=r"Set AttentionRows\.runs"):
         attention(q, SHAPE, rows, scene.kv)
     with pytest.raises(InvariantError, match="2 runs of 2"):
         run(scene, window_rows(0, 5, 3), runs=RowRuns.even(2, 2), config=SEQUENTIAL)

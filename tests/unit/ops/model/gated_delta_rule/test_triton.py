@@ -277,7 +277,7 @@ def test_rows_that_do_not_follow_give_nan_and_change_nothing(rows):
 
 def test_rows_without_runs_are_refused():
     cache, rows = empty(SPECS[0], 0), attention_rows([Row(0, 0, 1, True)], RowRuns.even(1, 1))
-    with pytest.raises(InvariantError, match=r"set AttentionRows\.runs"):
+    with pytest.raises(InvariantError, match=r"Set AttentionRows\.runs"):
         cache.begin(replace(rows, runs=None))
 
 

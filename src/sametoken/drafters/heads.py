@@ -28,23 +28,17 @@ from sametoken.errors import ConfigError, DrafterMismatchError, UnsupportedError
 from sametoken.io.files import read_json
 from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.models.decoder import Decoder
-from sametoken.models.heads.eagle import Eagle1Checkpoint, Eagle1Head
-from sametoken.models.heads.eagle3 import Eagle3Checkpoint, Eagle3Head
-from sametoken.models.heads.mtp import MTPCheckpoint
-from sametoken.models.heads.mtp_form import MTPHead
-from sametoken.models.heads.nextn import NextNCheckpoint, NextNHead
+from sametoken.models.heads.base import EagleHead, HeadCheckpoint
 from sametoken.models.heads.reader import HeadInUse, target_lm_head
-from sametoken.models.heads.state_head import StateHead, StateHeadCheckpoint
+from sametoken.models.heads.state_head import StateHead
 from sametoken.models.load.sources import TensorSource
 from sametoken.ops.backend import Kernels
 from sametoken.ops.weight import Weight
 from sametoken.state.caches import ModelCache
 from sametoken.types.speculative_methods import TABLE
 
-Checkpoint = (
-    Eagle1Checkpoint | Eagle3Checkpoint | MTPCheckpoint | NextNCheckpoint | StateHeadCheckpoint
-)
-Head = Eagle1Head | Eagle3Head | MTPHead | NextNHead | StateHead
+Head = EagleHead | StateHead
+Checkpoint = HeadCheckpoint[Head]
 
 _REMEDY = "give a JSON list of token ids, as `sametoken train token-map` writes it"
 

@@ -75,6 +75,12 @@ class EagleHead(ABC):
         """Embedding and lm_head, its own or the target's."""
         return self.embedding, self.lm_head
 
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of all matrices except embedding and lm_head."""
+        ...
+
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The head's hidden-state input from rows of the target's forward pass.
 

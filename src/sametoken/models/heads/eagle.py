@@ -149,7 +149,7 @@ class Eagle1Head(EagleHead):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all matrices except embedding and lm_head."""
+        """See ``EagleHead``."""
         layers = (layer.attention.nbytes + layer.mlp.nbytes for layer in self.layers)
         return self.fc.nbytes + sum(layers)
 

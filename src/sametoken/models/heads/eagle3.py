@@ -206,7 +206,7 @@ class Eagle3Head(EagleHead):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all matrices except embedding and lm_head."""
+        """See ``EagleHead``."""
         fc_bytes = 0 if self.fc is None else self.fc.nbytes
         return fc_bytes + self.attention.nbytes + self.mlp.nbytes
 

@@ -73,7 +73,7 @@ class ModuleHead(EagleHead):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all matrices except embedding and lm_head."""
+        """See ``EagleHead``."""
         return self.module.fc.nbytes + self.module.layer.nbytes
 
     def forward(

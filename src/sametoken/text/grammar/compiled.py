@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sametoken.errors import OverloadedError, RequestError
 from sametoken.text.grammar.json_schema import compilable
 from sametoken.text.grammar.json_strings import with_escapes
+from sametoken.text.grammar.other_names import with_other_names
 from sametoken.text.grammar.regular_expressions import plain_regex
 from sametoken.text.grammar.structural_tags import with_grammars
 from sametoken.types.structured_outputs import StructuredOutputs
@@ -229,8 +230,8 @@ def _grammar_of_schema(schema: str) -> xgrammar.Grammar:
 
     grammar = xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
     rules = str(grammar)
-    escaped = with_escapes(rules)
-    return grammar if escaped == rules else xgrammar.Grammar.from_ebnf(escaped)
+    corrected = with_escapes(with_other_names(rules))
+    return grammar if corrected == rules else xgrammar.Grammar.from_ebnf(corrected)
 
 
 def not_valid(kind: str, error: Exception) -> RequestError:

@@ -176,6 +176,29 @@ def accepts(grammar, tokenizer, text: str) -> bool:
             ['{"n": 12}', '{ "n":3 }'],
             ["{}", '{"n": 13}', '{"n": 1, "m": 2}', '{"n": "1"}'],
         ),
+        # No other property has a property's name, however it is spelled.
+        (
+            {
+                "json_schema": {
+                    "type": "object",
+                    "properties": {
+                        name: {"const": 1}
+                        for name in ("a", "abc", "é", "🎉é", 'q"b', "t\tx", "", "-]^")
+                    },
+                    "additionalProperties": {"type": "null"},
+                }
+            },
+            [
+                '{"ab": null, "è": null, "🎉": null, "q": null, "b": null}',
+                '{"": 1, "b\\u0061": null}',
+            ],
+            [
+                *(f'{{"{name}": null}}' for name in ("a", "abc", "é", "🎉é", "", "-]^")),
+                *('{"\\u0061": null}', '{"ab\\u0063": null}', '{"\\u00e9": null}'),
+                *('{"q\\"b": null}', '{"q"b": null}', '{"t\\tx": null}', '{"t\\u0009x": null}'),
+                *('{"🎉\\u00e9": null}', '{"b": 1}'),
+            ],
+        ),
         # A pattern beside other names leaves a property what it is.
         (
             {

@@ -135,6 +135,12 @@ def test_an_engine_starts_while_an_earlier_one_is_garbage(files, monkeypatch):
 
 def test_a_copy_read_in_flight_is_refused(files, monkeypatch):
     """The class of vllm#38556: the host reads before the copy has landed."""
+    run = StepGraphs.run
+
+    def late(self, *step):
+        # Half a second, in which the host comes to read.
+        torch.cuda._sleep(1_000_000_000)
+        run(self, *step)
 
     def at_once(self):
         result = self.buffer.read(self.plan)
@@ -142,6 +148,7 @@ def test_a_copy_read_in_flight_is_refused(files, monkeypatch):
         return result
 
     core = build(files, "other")
+    monkeypatch.setattr(StepGraphs, "run", late)
     monkeypatch.setattr(PendingOutput, "wait", at_once)
     with pytest.raises(EngineDeadError, match="in flight"):
         drive(core, plain_requests(4, MAX_TOKENS))

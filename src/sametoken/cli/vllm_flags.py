@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -100,53 +100,63 @@ def _parameter(name: str, *, is_switch: bool) -> inspect.Parameter:
     )
 
 
+_PAGE = """\
+# vLLM's flags
+
+Written by `python -m sametoken.cli.vllm_flags > docs/vllm-flags.md`, of the table that
+`sametoken serve` reads (`src/sametoken/types/vllm_options.py`).
+
+## The same here
+
+{same}.
+
+`--served-model-name A B`, `--api-key A B` and `--lora-modules A=PATH B=PATH` take
+several values where the model stands first or is named by `--model`; these and other
+options of several values may be given once for each. An adapter may also be JSON with
+`name` and `path`. Whole numbers may be written as `32k` (32000), `32K` (32768), `4G` or
+`4GiB`.
+
+## Accepted without effect
+
+One line on stderr names those that were given, with the reasons. `LLM` takes the same
+names as keyword arguments (`trust_remote_code=True`) and logs that line as a warning.
+
+| flags | why |
+|---|---|
+{without_effect}
+
+## Refused
+
+Values that describe what happens here anyway are accepted like the flags above.
+
+| flags | accepted | why | instead |
+|---|---|---|---|
+{refused}
+"""
+
+
 def page() -> str:
     """The text of docs/vllm-flags.md."""
-    return "\n".join(_lines()) + "\n"
-
-
-def _lines() -> Iterator[str]:
-    yield "# vLLM's flags"
-    yield ""
-    yield "Written by `python -m sametoken.cli.vllm_flags > docs/vllm-flags.md`, of the table that"
-    yield "`sametoken serve` reads (`src/sametoken/types/vllm_options.py`)."
-    yield ""
-    yield "## The same here"
-    yield ""
-    yield ", ".join(f"`{flag(name)}`" for name in SAME) + "."
-    yield ""
-    yield "`--served-model-name A B`, `--api-key A B` and `--lora-modules A=PATH B=PATH` take"
-    yield "several values where the model stands first or is named by `--model`; these and other"
-    yield "options of several values may be given once for each. An adapter may also be JSON with"
-    yield "`name` and `path`. Whole numbers may be written as `32k` (32000), `32K` (32768), `4G` or"
-    yield "`4GiB`."
-    yield ""
-    yield "## Accepted without effect"
-    yield ""
-    yield "One line on stderr names those that were given, with the reasons. `LLM` takes the same"
-    yield "names as keyword arguments (`trust_remote_code=True`) and logs that line as a warning."
-    yield ""
-    yield "| flags | why |"
-    yield "|---|---|"
-    for options, names in TABLE:
-        if not options.instead:
-            yield f"| {_flags(names)} | {options.why} |"
-    yield ""
-    yield "## Refused"
-    yield ""
-    yield "Values that describe what happens here anyway are accepted like the flags above."
-    yield ""
-    yield "| flags | accepted | why | instead |"
-    yield "|---|---|---|---|"
+    without_effect, refused = [], []
     for options, names in TABLE:
         if options.instead:
-            accepted = ", ".join(f"`{value}`" for value in options.accepted)
-            yield f"| {_flags(names)} | {accepted} | {options.why} | {options.instead} |"
+            accepted = _quoted(map(str, options.accepted))
+            refused.append(f"| {_flags(names)} | {accepted} | {options.why} | {options.instead} |")
+        else:
+            without_effect.append(f"| {_flags(names)} | {options.why} |")
+    return _PAGE.format(
+        same=_quoted(map(flag, SAME)),
+        without_effect="\n".join(without_effect),
+        refused="\n".join(refused),
+    )
 
 
 def _flags(names: tuple[str, ...]) -> str:
-    spelled = [text for name in names for text in (*SHORT_FLAGS.get(name, ()), flag(name))]
-    return ", ".join(f"`{text}`" for text in spelled)
+    return _quoted(text for name in names for text in (*SHORT_FLAGS.get(name, ()), flag(name)))
+
+
+def _quoted(texts: Iterable[str]) -> str:
+    return ", ".join(f"`{text}`" for text in texts)
 
 
 if __name__ == "__main__":

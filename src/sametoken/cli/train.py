@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +30,7 @@ from sametoken.types.units import counted
 
 if TYPE_CHECKING:
     from sametoken.io.journal import Journal
+    from sametoken.text.tokenizer import Tokenizer
     from sametoken.train.distillation import DrafterResult
     from sametoken.train.generate import Written
     from sametoken.train.loop import Report
@@ -365,16 +367,17 @@ def _encoder(model: Path, text: Path | None) -> Callable[[Any], list[int]] | Non
     """Return a function from messages to token ids; it loads the tokenizer on first use."""
     if text is None:
         return None
-    loaded: list[Any] = []
 
-    def encode(messages: Any) -> list[int]:
+    @cache
+    def tokenizer() -> Tokenizer:
         from sametoken.text.tokenizer import load_tokenizer
 
-        if not loaded:
-            loaded.append(load_tokenizer(model))
+        return load_tokenizer(model)
+
+    def encode(messages: Any) -> list[int]:
         is_prompt = not messages or messages[-1]["role"] != "assistant"
-        rendered = loaded[0].apply_chat_template(messages, add_generation_prompt=is_prompt)
-        return list(loaded[0].encode(rendered, add_special_tokens=False))
+        rendered = tokenizer().apply_chat_template(messages, add_generation_prompt=is_prompt)
+        return list(tokenizer().encode(rendered, add_special_tokens=False))
 
     return encode
 

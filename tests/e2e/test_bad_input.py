@@ -84,7 +84,8 @@ def refused(error: type[SametokenError], cause: str, remedy: str, call, *args, *
         call(*args, **options)
     assert type(caught.value) is error
     assert remedy in caught.value.remedy, caught.value.remedy
-    assert str(caught.value) == f"{caught.value.cause}. {caught.value.remedy}"
+    sentence = caught.value.remedy[:1].upper() + caught.value.remedy[1:]
+    assert str(caught.value) == f"{caught.value.cause}. {sentence}"
 
 
 # Checkpoints

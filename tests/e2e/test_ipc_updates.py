@@ -189,5 +189,5 @@ def test_a_trainer_that_has_died(trainer):
         # All of it is checked as any update is, and here the rest is missing.
         assert "lacks the tensor" in trainer.post("/finish_weight_update", None, 400)
         process.kill()
-    assert "keep the trainer" in trainer.refused(info)
+    assert "Keep the trainer" in trainer.refused(info)
     assert (trainer.says(), trainer.version) == before

@@ -224,7 +224,7 @@ def test_sleep_gives_memory_back_until_it_is_needed(by_files, models, said):
     client.says(said[0], version_of(client))
     client.post("/sleep")
     assert client.get("/is_sleeping") == {"is_sleeping": True}
-    assert "wake" in client.refused("/resume")
+    assert "Wake it up" in client.refused("/resume")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(client.answer, PROMPTS[0])
         assert client.post("/wake_up?tags=weights")
@@ -241,9 +241,9 @@ def test_sleep_gives_memory_back_until_it_is_needed(by_files, models, said):
     client.post("/sleep?level=2")
     assert before - resident_bytes(pid) > sum(one.nbytes for one in tensors_of(models[0]).values())
     client.post("/wake_up?tags=weights")
-    assert "update the weights" in client.refused("/wake_up")
+    assert "Update the weights" in client.refused("/wake_up")
     client.post("/update_weight_version", {"new_version": str(version_of(client) + 1)})
-    assert "update the weights" in client.refused("/wake_up")
+    assert "Update the weights" in client.refused("/wake_up")
     client.update(models[1])
     client.post("/wake_up")
     assert client.get("/is_sleeping") == {"is_sleeping": False}

@@ -53,7 +53,8 @@ class NcclGroup:
         _check(
             self._nccl.ncclCommInitRank(at, world_size, _UniqueId.from_buffer_copy(unique_id), rank)
         )
-        self._run(self._nccl.ncclAllReduce, torch.zeros(1, device=self.device), _FLOAT32, _SUM)
+        one = torch.zeros(1, dtype=torch.float32, device=self.device)
+        self._run(self._nccl.ncclAllReduce, one, _FLOAT32, _SUM)
 
     def broadcast(self, data: Tensor) -> None:
         """Fill a contiguous uint8 tensor of ``device`` with rank 0's, and wait for it.

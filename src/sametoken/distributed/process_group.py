@@ -195,7 +195,7 @@ class NcclGroup(ProcessGroup):
         # On the current stream, in its order.
         self._gathered.asyncOp = self._sent.asyncOp = False
         # Connect now: NCCL connects on first use, which must not be inside a graph capture.
-        self.gather(torch.zeros(1, device="cuda"))
+        self.gather(torch.zeros(1, dtype=torch.float32, device="cuda"))
         self._group._set_default_timeout(_UNLIMITED)
 
     def gather(self, x: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def read_token_map(path: Path, vocab_size: int) -> Tensor:
             f"the token map {path} holds ids {low}..{high}, outside a vocabulary of {vocab_size}",
             "use one that was made with the target's own tokenizer",
         )
-    token_ids = torch.tensor(sorted(set(found)))
+    token_ids = torch.tensor(sorted(set(found)), dtype=torch.int64)
     if token_ids.shape[0] != len(found):
         raise ConfigError(f"the token map {path} names a token twice", _REMEDY)
     return token_ids

@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from subprocess import CalledProcessError
 
+import torch
+
 from sametoken.config import EngineConfig
 from sametoken.distributed.ranks import Ranks, start_ranks
 from sametoken.drafters.base import Drafter
@@ -17,6 +19,7 @@ from sametoken.engine.core import EngineCore
 from sametoken.engine.fast_prompts import fast_form
 from sametoken.engine.live_adapters import AdapterPlaces, LiveAdapters, load_factors
 from sametoken.engine.load import Loaded, Requested, load, validate
+from sametoken.engine.modes import without_modes
 from sametoken.engine.resolve import (
     BUSY_ROWS,
     ROUTING_BYTES,
@@ -78,6 +81,8 @@ def build_engine(
     return build_requested(validate(config, announce), announce)
 
 
+@torch.inference_mode(mode=False)  # A caller's ends before what is allocated is written.
+@without_modes()
 def build_requested(requested: Requested, announce: Callable[[str], None]) -> EngineCore:
     """``build_engine`` for options that are validated."""
     extraction = open_extraction(

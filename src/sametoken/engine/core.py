@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from sametoken.distributed.process_group import NoPeers, Peers
 from sametoken.engine.live_adapters import LiveAdapters, NoLiveAdapters
+from sametoken.engine.modes import without_modes
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.engine.sleep import FixedMemory, Memory, Sleep
 from sametoken.engine.upkeep import Upkeep
@@ -129,7 +130,8 @@ class EngineCore:
         """Do work that advances the device state; no request survives its failure."""
         self.require_alive()
         try:
-            return work()
+            with without_modes():
+                return work()
         except BaseException as error:
             # An interrupted step, by Ctrl-C too, leaves the device state inconsistent.
             self.stop(error)

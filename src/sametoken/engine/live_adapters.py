@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar, Protocol
 
 from sametoken.distributed.ranks import Ranks
+from sametoken.engine.modes import without_modes
 from sametoken.engine.shared_weights import (
     LoadFactors,
     UseFactors,
@@ -168,6 +169,7 @@ class AdapterPlaces:
             raise _none_comes()
         return self._model.most_bytes
 
+    @without_modes()
     def load(self, name: str, given: str | StoredAdapter) -> NewAdapter:
         """See ``LiveAdapters``; every rank takes its share of what this one read."""
         self.require_room()

@@ -15,6 +15,7 @@ import torch
 
 from sametoken.config import DUMMY
 from sametoken.drafters.base import LoadedDrafter
+from sametoken.engine.modes import without_modes
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.errors import (
     CheckpointError,
@@ -194,6 +195,7 @@ class LiveWeights:
         return widest * (self.model.weights_bytes + self.drafter.weights_bytes)
 
     @low_mmap_threshold()
+    @without_modes()
     def load(self, source: TensorSource, target: str) -> NewWeights:
         """See ``Weights``; a module in the target's checkpoint comes with the target.
 

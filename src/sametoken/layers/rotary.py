@@ -69,7 +69,7 @@ def rotary_table(
 
 def no_rotation(max_positions: int, device: torch.device) -> RotaryTable:
     """The table of heads that are not rotated: two of [max_positions, 0]."""
-    empty = torch.empty(max_positions, 0, device=device)
+    empty = torch.empty(max_positions, 0, dtype=torch.float32, device=device)
     return RotaryTable(empty, empty)
 
 

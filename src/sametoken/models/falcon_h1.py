@@ -69,7 +69,10 @@ def _scaled(
 ) -> ScaledLinear:
     """A projection with a factor on each part of its outputs, which have these sizes."""
     pairs = zip(sizes, factors, strict=True)
-    by_output = [torch.full((size,), factor, device=weights.device) for size, factor in pairs]
+    by_output = [
+        torch.full((size,), factor, dtype=torch.float32, device=weights.device)
+        for size, factor in pairs
+    ]
     return ScaledLinear(
         linear.weight,
         linear.bias,

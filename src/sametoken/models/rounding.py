@@ -96,7 +96,8 @@ def _fp8_by_tensor(weight: Tensor) -> tuple[Tensor, ...]:
 def _largest(values: Tensor, dims: tuple[int, ...], becomes: float) -> Tensor:
     """Scales by which the largest of each range becomes a number."""
     # A tensor on the device: by a number of the host, a GPU divides less exactly.
-    scale = values.abs().amax(dims) / torch.tensor(becomes, device=values.device)
+    divisor = torch.tensor(becomes, dtype=torch.float32, device=values.device)
+    scale = values.abs().amax(dims) / divisor
     return torch.where(scale == 0, _OF_ZEROS, scale)
 
 
@@ -114,7 +115,7 @@ def _int4(weight: Tensor, group: int) -> tuple[Tensor, ...]:
     largest = groups.abs().amax(2).clamp(min=torch.finfo(torch.float16).tiny)
     scale = (largest * (2 / 15)).to(_dtype_of_scales(weight))
     signed = (groups / scale.float()[:, :, None]).round().clamp(-8, 7).flatten(1)
-    return _words(signed.to(torch.int32) + 8), scale, torch.tensor(weight.shape)
+    return _words(signed.to(torch.int32) + 8), scale, torch.tensor(weight.shape, dtype=torch.int64)
 
 
 def _words(values: Tensor) -> Tensor:
@@ -160,7 +161,7 @@ def _mxfp4_matrix(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _e2m1(values: Tensor) -> Tensor:
     """Codes of the nearest numbers of e2m1, in uint8; elements beyond the largest become it."""
-    borders = torch.tensor(_BORDERS, device=values.device)
+    borders = torch.tensor(_BORDERS, dtype=torch.float32, device=values.device)
     # A tie below an odd code stays; one below an even code goes up.
     borders[1::2] = borders[1::2].nextafter(borders.new_zeros(()))
     codes = torch.bucketize(values.abs(), borders).to(torch.uint8)

@@ -86,7 +86,7 @@ class LogitsProcessing:
         )
         device = self.sequences.device
         row = torch.zeros(1, dtype=torch.int64, device=device)
-        logits = torch.zeros(1, self.model.config.vocab_size, device=device)
+        logits = torch.zeros(1, self.model.config.vocab_size, dtype=torch.float32, device=device)
         for params in (with_rules, SamplingParams(temperature=0.0)):
             ops.write_tables(self.table.admit(Admission(0, (0,), 0, params)))
             self.kernels.apply_rules(

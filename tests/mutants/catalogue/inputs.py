@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +13,17 @@ import torch
 from mutants.catalogue.planting import KERNELS, LAW, STATIC, in_every_program, instead_of, mutant
 from mutants.catalogue.shared_tests import FEW, FORMER_DRAFTS, SELF, WINDOW
 from sametoken.drafters.context import DraftContext
+from sametoken.engine import core
 from sametoken.ops.step.types import LayoutTable, StepInputs
 from sametoken.runner import runner
 from sametoken.types.layout import DRAFT_LIMIT, PLACE, STEP_ID
 
 STALE_METADATA = "tests/regression/test_vllm_38311.py::test_every_draft_position_is_accepted[1]"
+
+AUTOCAST = (
+    "tests/e2e/test_modes.py"
+    "::test_what_an_engine_says_is_the_same_in_every_mode[llama-reference-autocast]"
+)
 
 
 def with_inputs(
@@ -116,3 +123,8 @@ def drafter_rows_are_replayed(patch: pytest.MonkeyPatch) -> None:
 
     for name in ("catch_up", "catch_up_with_newest", "advanced"):
         instead_of(patch, DraftContext, name)(mutant)
+
+
+@mutant("products-in-the-autocast-of-a-caller", LAW, AUTOCAST, "tokens")
+def steps_run_in_the_modes_of_their_caller(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(core, "without_modes", nullcontext)

@@ -402,4 +402,4 @@ def _read(source: TensorSource, name: str) -> Tensor:
 def _copy(source: TensorSource, name: str) -> Tensor:
     """A copy of a tensor, on the host."""
     own = [chunk.cpu() for chunk in source.chunks(name)]
-    return torch.cat(own) if own else torch.empty(source.shape(name))
+    return torch.cat(own) if own else torch.empty(source.shape(name), dtype=torch.float32)

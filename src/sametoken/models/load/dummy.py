@@ -75,7 +75,8 @@ class DummySource:
         generator = torch.Generator(self._device).manual_seed(seed)
         step = rows_per_chunk(math.prod(row_shape))
         for first in range(0, rows, step):
-            chunk = torch.empty(min(step, rows - first), *row_shape, device=self._device)
+            shape = (min(step, rows - first), *row_shape)
+            chunk = torch.empty(shape, dtype=torch.float32, device=self._device)
             yield chunk.normal_(centre, scale, generator=generator)
 
     def stored_dtype(self, name: str) -> torch.dtype:
@@ -99,7 +100,8 @@ class DummyReader(WeightReader):
     def small(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
         """Scales that give weights of 8 and 4 bits the size of others."""
         scale = _scale_of(name)
-        return torch.full(shapes[0], 1 / scale if name.endswith("_global_scale") else scale)
+        value = 1 / scale if name.endswith("_global_scale") else scale
+        return torch.full(shapes[0], value, dtype=torch.float32)
 
     def _require_shape(self, name: str, wanted: tuple[int, ...]) -> None:
         self.source.declare(name, wanted)

@@ -83,7 +83,11 @@ class Fp8Linear:
         values, scales = self._matrix(reader, in_features, parts)
         rounding = None
         if self.activations != "none":
-            scale = None if fixed is None else torch.tensor(fixed, device=reader.device)
+            scale = (
+                None
+                if fixed is None
+                else torch.tensor(fixed, dtype=torch.float32, device=reader.device)
+            )
             rounding = Rounding(self._by_group, scale, self.activations == "group_ue8m0")
         return reader.kernels.pack_fp8(Fp8Matrix(values, scales, rounding), reader.dtype)
 

@@ -92,7 +92,7 @@ def expanded(blocks: Tensor, scales: Tensor) -> Tensor:
 
 def e2m1(packed: Tensor) -> Tensor:
     """Numbers of e2m1 in fp32, two of each byte, the low half first: [..., n] to [..., 2n]."""
-    return torch.tensor(E2M1, device=packed.device)[halves(packed).int()]
+    return torch.tensor(E2M1, dtype=torch.float32, device=packed.device)[halves(packed).int()]
 
 
 def halves(packed: Tensor) -> Tensor:
@@ -103,4 +103,4 @@ def halves(packed: Tensor) -> Tensor:
 def _powers(scales: Tensor) -> Tensor:
     """Numbers of E8M0 up to ``MAX_SCALE``, in fp32."""
     powers = [2.0 ** (byte - 127) for byte in range(MAX_SCALE + 1)]
-    return torch.tensor(powers, device=scales.device)[scales.int()]
+    return torch.tensor(powers, dtype=torch.float32, device=scales.device)[scales.int()]

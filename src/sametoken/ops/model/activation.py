@@ -61,7 +61,7 @@ def _by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     SIMD code handles the remaining elements in scalar code, whose bits differ. In contiguous memory
     those are the last elements of the last row; with padding they are the last of each row.
     """
-    padded = torch.zeros(x.shape[0], x.shape[1] + 1, device=x.device)
+    padded = torch.zeros(x.shape[0], x.shape[1] + 1, dtype=torch.float32, device=x.device)
     rows = padded[:, : x.shape[1]]
     rows.copy_(x)
     return function(rows)

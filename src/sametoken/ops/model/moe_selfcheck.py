@@ -61,8 +61,10 @@ class _Rows:
         """``count`` rows."""
         generator = torch.Generator(device).manual_seed(0)
         num_experts, hidden = experts.num_experts, experts.down.out_features
-        x = torch.randn(count, hidden, device=device, generator=generator).to(dtype)
-        scores = torch.rand(count, num_experts, device=device, generator=generator)
+        x = torch.empty(count, hidden, dtype=torch.float32, device=device)
+        x = x.normal_(generator=generator).to(dtype)
+        scores = torch.empty(count, num_experts, dtype=torch.float32, device=device)
+        scores.uniform_(generator=generator)
         weights, chosen = scores.topk(min(_TOP_K, num_experts))
         return cls(experts, x, chosen, weights)
 

@@ -185,7 +185,8 @@ def pack_fp8(
     """See ``Packing.pack_fp8``."""
     n, k = matrix.values.shape
     scale = matrix.scale.view(n, -1)
-    form = torch.tensor([k, k if matrix.scale.dim() == 1 else GROUP, _FP8, 0, _ONE_ZERO, 0])
+    numbers = [k, k if matrix.scale.dim() == 1 else GROUP, _FP8, 0, _ONE_ZERO, 0]
+    form = torch.tensor(numbers, dtype=torch.int64)
     codes = matrix.values.view(torch.uint8).split(_PACKED_ROWS)
     functions = library.quantized_bytes, library.pack_quantized
     panels = _packed_panels(functions, memory, form, codes, scale, None)
@@ -209,7 +210,7 @@ def pack_int4(
     if matrix.factor is not None:
         zero, offsets = matrix.factor[:, None], _FACTORS
     numbers = _E2M1 if matrix.zero is None else _INT4
-    form = torch.tensor([k, matrix.width, numbers, kind, offsets, first])
+    form = torch.tensor([k, matrix.width, numbers, kind, offsets, first], dtype=torch.int64)
     codes = (unpacked_int4(part, matrix.width) for part in matrix.values.split(_PACKED_ROWS))
     functions = library.quantized_bytes, library.pack_quantized
     panels = _packed_panels(functions, memory, form, codes, scale, zero)
@@ -227,7 +228,8 @@ def pack_integers(
         raise InvariantError(f"no product of {matrix.bits} bits by groups of {matrix.width}")
     zero, taken_out = (matrix.zero, 0) if bits == 4 else (0, matrix.zero)
     kind, has_minima = _SCALES.index(matrix.scale.dtype), matrix.minimum is not None
-    form = torch.tensor([k, _INTEGERS[bits, matrix.width], kind, has_minima, zero])
+    numbers = [k, _INTEGERS[bits, matrix.width], kind, has_minima, zero]
+    form = torch.tensor(numbers, dtype=torch.int64)
     codes = (part - taken_out for part in matrix.codes.split(_PACKED_ROWS))
     functions = library.integer_bytes, library.pack_integers
     panels = _packed_panels(functions, memory, form, codes, matrix.scale, matrix.minimum)

@@ -113,7 +113,7 @@ def numbers(matrix: Int4Matrix) -> Tensor:
     """Values less their zeros, [N, K] int8, or numbers of e2m1, in fp32."""
     values = unpacked_int4(matrix.values, matrix.width)
     if matrix.zero is None:
-        return torch.tensor(E2M1, device=values.device)[values.int()]
+        return torch.tensor(E2M1, dtype=torch.float32, device=values.device)[values.int()]
     return values.to(torch.int8) - matrix.zero.to(torch.int8).repeat_interleave(matrix.width, 1)
 
 

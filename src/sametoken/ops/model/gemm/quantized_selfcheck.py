@@ -101,7 +101,8 @@ def prove_products(
         generator = torch.Generator(device).manual_seed(0)
         counts = compared_counts(row_counts, weight.out_features)
         shape = (max(counts), weight.in_features)
-        x = torch.randn(shape, device=device, generator=generator).to(dtype)
+        fp32 = torch.randn(shape, dtype=torch.float32, device=device, generator=generator)
+        x = fp32.to(dtype)
         what = f"{kind} products of [{weight.out_features}, {weight.in_features}]"
         require_row_law(what, partial(_sums, weight, x), counts)
         if weight.out_features in {2 * depth for depth in depths}:

@@ -185,7 +185,7 @@ def _random_inputs(weight: Tensor, epilogue: Epilogue, rows: int) -> tuple[Tenso
     generator = torch.Generator(weight.device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        values = torch.randn(shape, device=weight.device, generator=generator)
+        values = torch.randn(shape, dtype=torch.float32, device=weight.device, generator=generator)
         return values.to(weight.dtype)
 
     x = normal(rows, weight.shape[1])

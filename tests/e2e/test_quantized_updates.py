@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from helpers.checkpoints import write_checkpoint, write_llama
 from helpers.compressed import compressed
-from helpers.hybrids import write_hybrid
+from helpers.hybrids import without_mtp, write_hybrid
 from helpers.latents import write_nextn
 from helpers.mxfp4 import EXPERTS_0, MXFP4, STACKS, made
 from helpers.quantized import block_config, gptq_llama, quantize_tensors
@@ -122,6 +122,10 @@ def test_a_hybrids_files_bring_its_module_too(tmp_path):
     assert not same_weights(live, built)
     live.update_weights(plain[1])
     assert same_weights(live, built)
+    module = {name: one for name, one in tensors_of(plain[0]).items() if name.startswith("mtp.")}
+    live.update_weights(module.items(), target="drafter")
+    live.update_weights(without_mtp(tensors_of(plain[0])).items())
+    assert same_weights(live, engine(copies[0], spec))
 
 
 def test_what_the_checkpoint_has_in_floats_stays_in_floats(tmp_path):

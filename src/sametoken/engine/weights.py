@@ -215,10 +215,11 @@ class LiveWeights:
     def _load(self, source: TensorSource, target: str) -> NewWeights:
         # Its memory for packed weights ends with the copy.
         kernels: Kernels = type(plain_kernels(self.model.kernels))()
-        model, drafter = self.model, self.drafter
-        if target == MODEL:
-            formats = self._formats()
+        model, drafter, formats = self.model, self.drafter, self._formats()
+        # A module in the target's checkpoint is quantized as that is.
+        if target == MODEL or drafter.in_target is not None:
             source = requantized(source, formats, model.config, self.in_floats)
+        if target == MODEL:
             model = model.reloaded(
                 WeightReader(
                     source, kernels, self.dtype, self.device, self.parallel, quantization=formats

@@ -104,10 +104,11 @@ class Scene:
     def on(self, device: torch.device) -> tuple[list[list[int]], torch.Tensor]:
         generator = torch.Generator().manual_seed(1)
         sequences = [
-            torch.randint(self.vocab_size, (n,), generator=generator).tolist() for n in self.lengths
+            torch.randint(self.vocab_size, (n,), generator=generator, device=CPU).tolist()
+            for n in self.lengths
         ]
         count = sum(self.lengths) - len(self.lengths)
-        return sequences, torch.randn(count, generator=generator).to(device)
+        return sequences, torch.randn(count, generator=generator, device=CPU).to(device)
 
     def exact_gradients(self, model: ExactModel) -> dict[str, torch.Tensor]:
         sequences, weights = self.on(next(model.parameters()).device)

@@ -7,13 +7,13 @@ again, in plain PyTorch, from the inputs that the kernel had; nothing in between
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from sametoken.engine.modes import without_modes
 from sametoken.ops.backend import AttentionShape
 from sametoken.ops.weight import UnquantizedWeight
 from sametoken.sampling.logprobs import log_probabilities
@@ -186,17 +186,6 @@ def _apply(function: type[Function], *arguments: Any) -> Any:
     return function.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
-def _without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward pass with the same gradients in and outside of ``torch.autocast``."""
-
-    @wraps(backward)
-    def run(ctx: Any, *of: Tensor) -> Any:
-        with torch.autocast(of[0].device.type, enabled=False):
-            return backward(ctx, *of)
-
-    return run
-
-
 class _Recomputed(Function):
     @staticmethod
     def forward(ctx: Any, kernel: Formula, formula: Formula, *inputs: Tensor) -> Any:
@@ -205,7 +194,7 @@ class _Recomputed(Function):
         return kernel(*inputs)
 
     @staticmethod
-    @_without_autocast
+    @without_modes()
     def backward(ctx: Any, *of: Tensor) -> Any:
         needed = ctx.needs_input_grad[2:]
         return None, None, *gradients(ctx.formula, ctx.saved_tensors, needed, of)
@@ -220,7 +209,7 @@ class _Derived(Function):
         return out
 
     @staticmethod
-    @_without_autocast
+    @without_modes()
     def backward(ctx: Any, *of: Tensor) -> Any:
         return None, None, *ctx.gradients_of(*ctx.saved_tensors, *of)
 
@@ -239,7 +228,7 @@ class _PackedAttention(Function):
         return kernel(qkv[0])
 
     @staticmethod
-    @_without_autocast
+    @without_modes()
     def backward(ctx: Any, *of: Tensor) -> Any:
         needed, shape = ctx.needs_input_grad[3:], ctx.shape
         columns = [torch.split(tensor, ctx.lengths) for tensor in (*ctx.saved_tensors, *of)]
@@ -268,7 +257,7 @@ class _TokenLogprobs(Function):
         return torch.cat([_chosen_logprobs(compute_logits(rows), ids) for rows, ids in pairs])
 
     @staticmethod
-    @_without_autocast
+    @without_modes()
     def backward(ctx: Any, *of: Tensor) -> Any:
         chosen, hidden, matrix = ctx.saved_tensors
         _, _, of_hidden, of_matrix = ctx.needs_input_grad

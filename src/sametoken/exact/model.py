@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from sametoken.config import EngineConfig
+from sametoken.engine.modes import without_modes
 from sametoken.engine.resolve import (
     resolve_device,
     resolve_dtype,
@@ -84,6 +85,7 @@ class ExactModel(nn.Module):
         for name, parameter in self._read(checkpoint.open_tensors(), where).items():
             _attach(self, name, parameter)
 
+    @without_modes()
     def forward(
         self, sequences: Sequence[Sequence[int]], starts: Sequence[int] | None = None
     ) -> tuple[Tensor, ...]:
@@ -127,6 +129,7 @@ class ExactModel(nn.Module):
         # No views: FSDP2 hooks the outputs.
         return tuple(part.clone() for part in torch.split(scored, [*packed.num_scored]))
 
+    @without_modes()
     def _read(self, source: TensorSource, device: torch.device) -> dict[str, nn.Parameter]:
         """The tensors that the decoder reads, and a tied embedding once."""
         tensors = _FirstRead(source, self._dtype, device)

@@ -120,7 +120,7 @@ def _crowd_weight(records: Sequence[DraftRecord], rate: float) -> float:
     spread = sum((one.accepted - one.verified * rate) ** 2 / one.verified for one in seen)
     drawn, num_drawn = rate * (1 - rate), sum(min(1.0, one.verified) for one in seen)
     beyond = (spread - num_drawn * drawn) / max(1.0, sum(one.verified for one in seen))
-    return max(least, min(most, drawn / beyond)) if beyond > 0 else most
+    return max(least, min(most, drawn / beyond - 1)) if beyond > 0 else most
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,6 +74,17 @@ def test_what_chance_explains_is_no_difference_between_requests():
     # Of a few drafts each, the same rates say less.
     few = [replace(one, accepted=one.accepted / 5, verified=2.0) for one in unlike]
     assert max(rates(*few)) - min(rates(*few)) < 0.3
+
+
+def test_the_crowd_s_weight_is_that_of_the_distribution_of_rates():
+    """Rates of a beta distribution with this weight, each seen in enough drafts to be known."""
+    draw = np.random.default_rng(0)
+    for weight in (2.0, 8.0):
+        own = draw.beta(0.6 * weight, 0.4 * weight, 10_000)
+        found = rates(*(DraftRecord(1000 * rate, 1000) for rate in own), DraftRecord())
+        # A rate lies between its own and the crowd's: each counts by its weight.
+        shrunk = (own[0] - found[0]) / (found[0] - found[-1])
+        assert 1000 * shrunk == pytest.approx(weight, rel=0.05)
 
 
 @given(
@@ -147,6 +159,8 @@ def test_few_rows_that_choose_experts_of_their_own_have_drafts_that_are_likely()
     assert time.of(32) / time.of(8) == pytest.approx(16.0 / 8.9, rel=0.05)
     assert [limits([Window(rate, 3)], time)[0] for rate in (0.2, 0.4, 0.8)] == [0, 1, 3]
     assert [limits([Window(rate, 3)] * 8, time)[0] for rate in (0.4, 0.8)] == [0, 3]
+    # Many drafts are worth what few are not: they share the experts that they choose.
+    assert limits([Window(0.8, 12)] * 4, time)[0] == 12
     # Many rows read all experts whatever a draft chooses, and so do those of a prompt.
     assert limits([Window(0.4, 3)] * 64, time)[0] == 2
     assert limits([Window(0.4, 3)] * 8, time, beside=64)[0] == 3
@@ -180,8 +194,8 @@ def test_without_a_match_there_are_no_drafts():
     without = good.after(0, 0, 0)
     assert limit(good, 64) == K
     assert limit(without, 64) == 0
-    # What is proposed counts, offered or not.
-    assert limit(without.after(0, 3, 0), 64) == K
+    # What is proposed counts, one draft or more, offered or not.
+    assert limit(without.after(0, 1, 0), 64) == K
 
 
 def test_small_steps_are_free(kit):

@@ -138,7 +138,7 @@ def block_keys(
     A block's key also covers the ``lookahead_tokens`` tokens after it, because the drafter's
     KV in the block may depend on them. A block without that many tokens after it has no key.
     """
-    num_keys = max(0, len(token_ids) - lookahead_tokens) // block_size
+    num_keys = (len(token_ids) - lookahead_tokens) // block_size
     packed = array("q", token_ids)
     keys: list[bytes] = []
     parent = root

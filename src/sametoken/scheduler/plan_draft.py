@@ -194,9 +194,8 @@ class RowBudget:
         longest = self._longest_chunk(len(decodes), prompts)
         rows = self._rows(len(decodes), prompts.values(), longest)
         reserved = max(1, rows // SHARE) if prompts else 0
-        favours_prompts = len(decodes) > rows - reserved and step_id % 2
         decodes.sort(key=lambda request: request.last_step)
-        served = decodes[: rows - reserved if favours_prompts else rows]
+        served = decodes[: rows - reserved if step_id % 2 else rows]
         left = rows - len(served)
         k, beside = self._limits.num_speculative_tokens, min(left, sum(prompts.values()))
         most = {request: request.most_drafts(k) for request in served}

@@ -167,10 +167,10 @@ class RequestState:
         self.position = self.num_dropped = 0
 
     def most_drafts(self, num_speculative_tokens: int) -> int:
-        """Maximum drafts of the next window, before the step's row budget."""
+        """Maximum drafts of the next window, before the step's row budget; not ``at_limit``."""
         own = self.request.num_speculative_tokens
         allowed = num_speculative_tokens if own is None else min(own, num_speculative_tokens)
-        return max(0, min(allowed, self.request.max_total_tokens - self.bound.hi - 1))
+        return min(allowed, self.request.max_total_tokens - self.bound.hi - 1)
 
 
 def update_of(

@@ -7,6 +7,7 @@ import pytest
 from sametoken.errors import InvariantError
 from sametoken.scheduler.plan_draft import PlanDraft
 from sametoken.scheduler.request_state import Status
+from sametoken.scheduler.swap_space import Found
 from sametoken.types.fast_prompts import FastForm
 
 PROMPT = tuple(range(100, 113))  # three full blocks of 4, and one token
@@ -186,6 +187,7 @@ def test_the_youngest_is_swapped_out_keeps_its_slot_and_returns(kit):
     assert (swap.slot, len(swap.block_ids)) == (1, 3)
     assert kit.rows(plan) == [(0, 1, 0, True)]
     assert (scheduler.num_running, scheduler.num_swapped) == (1, 1)
+    assert scheduler.num_preemptions == 1
     # a's new block may be one that b has just left: swap-outs come first.
     assert set(planned_blocks(plan, 0)) <= set(swap.block_ids)
     for _ in range(4):
@@ -286,6 +288,20 @@ def test_steps_in_flight_of_a_swapped_request_settle_as_usual(kit):
     scheduler.check_integrity()
 
 
+def test_a_swapped_request_whose_steps_in_flight_may_end_it_does_not_return(kit):
+    """A window more would compute positions beyond its last."""
+    scheduler = kit.scheduler(num_blocks=4)
+    scheduler.add(kit.request("old", 11, max_total=16))
+    scheduler.add(kit.request("young", 2, max_total=3))
+    plans = [scheduler.plan(), scheduler.plan()]
+    assert [swap.slot for swap in plans[1].swap_outs] == [1]
+    scheduler.release("old")
+    for plan in plans:
+        scheduler.process_output(kit.result(plan))
+    assert scheduler.plan() is None
+    assert scheduler.num_swapped == 1
+
+
 def test_a_shared_prefix_is_copied_out_and_comes_back_unshared(kit):
     scheduler = kit.scheduler(num_blocks=6)
     scheduler.add(kit.request("a", PROMPT[:11], max_total=24))
@@ -368,15 +384,29 @@ def test_a_poisoned_request_is_released_alone(kit):
     assert scheduler.plan().admissions[0].num_cached == 0
 
 
-@pytest.mark.parametrize("victim", ["blocks", "slot", "status", "in flight"])
+@pytest.mark.parametrize(
+    "victim",
+    ["blocks", "no block", "one block twice", "written block", "slot", "status", "in flight"],
+)
 def test_integrity_check_sees_damage(kit, victim):
-    scheduler = kit.scheduler()
-    kit.add(scheduler, "ab", 6)
+    scheduler = kit.scheduler(lookahead_slots=1)
+    # The token to come fills two blocks, and the lookahead begins a third.
+    kit.add(scheduler, "ab", 7)
     scheduler.plan()
     scheduler.check_integrity()
     a, b = scheduler._running.values()
     if victim == "blocks":
         b.blocks[0] = a.blocks[0]
+    elif victim == "no block":
+        scheduler._pool.release([b.blocks.pop()])
+    elif victim == "one block twice":
+        scheduler._pool.release([b.blocks.pop()])
+        b.blocks.append(b.blocks[0])
+        scheduler._pool.share(b.blocks[:1])
+    elif victim == "written block":
+        scheduler._pool.release([b.blocks.pop()])
+        b.blocks.append(a.blocks[-1])
+        scheduler._pool.share(a.blocks[-1:])
     elif victim == "slot":
         b.slot = a.slot
     elif victim == "status":
@@ -525,6 +555,27 @@ def test_evicted_prefixes_are_saved_by_one_copy(kit):
     scheduler.add(kit.request("b", 20, max_total=22))
     plan, _ = kit.step(scheduler)
     assert [len(swap.block_ids) for swap in plan.swap_outs] == [4]
+    scheduler.release("b")
+    scheduler.add(kit.request("a", 16))
+    plan, _ = kit.step(scheduler)
+    assert [len(swap.block_ids) for swap in plan.swap_ins] == [3]
+    assert scheduler.swapped_prefix_hits == scheduler.prefix_cache_hits == 12
+
+
+def test_a_prefix_that_is_lost_in_swap_space_is_computed(kit, monkeypatch):
+    scheduler = kit.scheduler(num_blocks=6, num_idle_host_blocks=32)
+    scheduler.add(kit.request("a", PROMPT))
+    kit.step(scheduler)
+    scheduler.release("a")
+    # Of the three blocks of the chain the last one goes.
+    scheduler.add(kit.request("b", 13, max_total=14))
+    assert [len(swap.block_ids) for swap in kit.step(scheduler)[0].swap_outs] == [1]
+    scheduler.release("b")
+    monkeypatch.setattr(scheduler._swap, "fetch", lambda keys: Found.GONE if keys else Found.HERE)
+    scheduler.add(kit.request("next", PROMPT))
+    plan, _ = kit.step(scheduler)
+    assert (plan.admissions[0].num_cached, plan.swap_ins) == (8, ())
+    assert kit.rows(plan) == [(0, 5, 0, True)]
 
 
 def cached_after_a_failure(kit, scheduler):

@@ -158,6 +158,7 @@ def test_a_prompt_begins_in_what_the_one_before_leaves(kit):
         # The last prompt that is needed for 20 rows is whole.
         ((8, 8, 8, 8), [8, 8, 8], [8]),
         ((20, 4), [20], [4]),
+        ((20, 20), [20], [20]),
         ((19, 4), [19, 4], None),
         # Where a step more is needed anyway, each is as full as can be.
         ((9, 9, 9, 9, 9), [9, 9, 9, 9, 4], [5]),
@@ -184,6 +185,7 @@ def test_prompts_that_fit_one_step_end_in_two_if_the_first_keeps_the_device_busy
         ([4] * 16, [[4] * 8, [4] * 4, [4] * 4]),
         ([4] * 13, [[4] * 6 + [2], [2, 4, 4, 4, 2], [2, 4, 4]]),
         ([4] * 8, [[4] * 4, [4] * 4]),
+        ([16] * 4, [[16] * 2, [16], [16]]),
         # A long prompt has no more than it always had, whoever waits behind it.
         ([60, 20, 20], [[16], [16], [16], [12, 4], [16], [16], [4]]),
         ([30, *[4] * 8], [[12, 4], [12, 4], [6, 4, 4, 2], [2, 4, 4, 4]]),

@@ -131,7 +131,8 @@ def test_without_prefix_caching_nothing_is_shared(kit):
     for name in "ab":
         scheduler.add(kit.request(name, PROMPT))
         assert kit.step(scheduler)[0].admissions[0].num_cached == 0
-    assert scheduler.prefix_cache_queries == 0
+    scheduler.release("a", len(PROMPT))
+    assert scheduler.prefix_cache_queries == len(scheduler._pool.prefix_cache) == 0
 
 
 def test_a_request_may_keep_out_of_the_prefix_cache(kit):
@@ -449,6 +450,23 @@ def test_what_was_saved_has_room_even_if_its_drafts_were_rejected(kit):
     assert kit.step(scheduler)[0].swap_ins == ()
     scheduler.release("old")
     assert [len(swap.block_ids) for swap in kit.step(scheduler)[0].swap_ins] == [3]
+
+
+def test_who_replays_returns_to_blocks_for_all_of_it(kit):
+    """It would be preempted again before it has computed what it had."""
+    sizes = {"num_blocks": 7, "num_host_blocks": 0, "longest_chunk": 4, "lookahead_slots": 1}
+    scheduler = kit.scheduler(**sizes)
+    scheduler.add(kit.request("old", 3, max_total=20))
+    scheduler.add(kit.request("young", 15, max_total=18))
+    while not scheduler.num_swapped:
+        kit.step(scheduler)
+    # Fifteen positions, the token after them and the lookahead need five.
+    assert scheduler._pool.num_available == 4
+    assert kit.rows(kit.step(scheduler)[0]) == [(0, 1, 0, True)]
+    scheduler.release("old")
+    plan, _ = kit.step(scheduler)
+    assert [len(one.block_ids) for one in plan.block_assignments] == [5]
+    assert (plan.restarts, plan.requests[0].replays) == ((1,), True)
 
 
 def test_a_chunk_takes_the_blocks_that_are_left_and_preempts_for_its_next_token_alone(kit):

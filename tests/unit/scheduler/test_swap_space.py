@@ -17,6 +17,7 @@ class File:
         self.is_fast = is_fast
         self.log: list[tuple[str, int, int]] = []
         self.ended: deque[tuple[int, bool]] = deque()
+        self.waits = 0
 
     def write(self, place, host_block):
         self._note("write", place, host_block)
@@ -30,6 +31,7 @@ class File:
             self.ended.append((place, True))
 
     def finished(self, *, wait=False):
+        self.waits += wait
         ended, self.ended = self.ended, deque()
         return ended
 
@@ -170,6 +172,26 @@ def test_what_is_dropped_on_its_way_frees_both_ends():
     space.begin(3)
     assert space.usage == 0.75
     assert sorted(space._free_places) == list(range(8))
+
+
+def test_what_is_dropped_from_the_file_frees_its_place():
+    space, file = writing()
+    file.ended.append((0, True))
+    space.begin(3)
+    space.drop([key(0)])
+    assert sorted(space._free_places) == list(range(8))
+
+
+def test_a_wait_ends_with_a_copy():
+    space, file = writing()
+    assert space.is_moving
+    file.ended.append((0, True))
+    space.wait()
+    assert (space.is_moving, file.waits) == (False, 1)
+
+
+def test_no_host_memory_is_not_in_use():
+    assert SwapSpace(0, 0).usage == 0
 
 
 def test_half_of_host_memory_at_most_is_read_for_a_prefix():

@@ -112,7 +112,7 @@ class KeptStates:
     def __init__(self, limits: SchedulerLimits) -> None:
         self.pool = StatePool(limits.num_kept_states)
         self._needed = limits.num_kept_states > 0
-        self._keeps_answers = limits.enable_prefix_caching and limits.cache_emitted_blocks
+        self._keeps_answers = limits.cache_emitted_blocks
         self._block_size = limits.block_size
         self._interval = INTERVAL * limits.block_size
 
@@ -203,8 +203,7 @@ class KeptStates:
         keeps = self._keeps_answers and request.request.use_prefix_cache
         if not keeps or request.fast_end:
             return []
-        if len(request.held_states) > 1:
-            self._free_passed(request)
+        self._free_passed(request)
         first, last = -(-bound.hi // self._interval) * self._interval, bound.hi + turn.draft_limit
         for position in range(first, last + 1, self._interval):
             if position not in request.held_states:

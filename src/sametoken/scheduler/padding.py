@@ -61,7 +61,7 @@ def _longer(
 
 
 def shape_of(turns: Sequence[Turn]) -> StepShape:
-    """The sizes of their step without padding, as its ``StepLayout`` will have them."""
+    """The sizes of a step that samples, without padding, as its ``StepLayout`` will have them."""
     rows = [turn.num_rows for turn in turns]
     windows = [turn.draft_limit + 1 for turn in turns if turn.samples]
     return StepShape(
@@ -69,8 +69,8 @@ def shape_of(turns: Sequence[Turn]) -> StepShape:
         num_rows=sum(rows),
         num_sampled=sum(windows),
         num_windows=sum(turn.is_window for turn in turns),
-        max_window=max(windows, default=0),
-        max_rows=max(rows, default=0),
+        max_window=max(windows),
+        max_rows=max(rows),
     )
 
 
@@ -81,5 +81,5 @@ def _without_drafts(shape: StepShape, turns: Sequence[Turn]) -> StepShape:
         num_rows=shape.num_rows - drafts,
         num_sampled=shape.num_sampled - drafts,
         max_window=1,
-        max_rows=max((turn.num_query for turn in turns), default=0),
+        max_rows=max(turn.num_query for turn in turns),
     )

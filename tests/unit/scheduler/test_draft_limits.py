@@ -364,6 +364,9 @@ def test_the_likeliest_drafts_take_the_place_of_a_captured_step_s_padding(kit):
     assert planned(kit, records, captured(16, 28)) == wanted
     assert planned(kit, records, captured(16, 31)) == [3] * 4 + [0] * 8 + [1] * 3 + [0]
     assert planned(kit, records, captured(16, 34)) == [3] * 4 + [1] * 2 + [0] * 6 + [1] * 4
+    # Windows are no longer than those of the step.
+    assert planned(kit, [FAIR] * 16, captured(16, 40, longest=1)) == [0] * 16
+    assert planned(kit, [FAIR] * 16, captured(16, 40, longest=2)) == [1] * 16
     # The first that holds the step; each has one draft more at most, and none more than k.
     shapes = captured(15, 30), captured(16, 27), captured(16, 29), captured(16, 34)
     assert planned(kit, records, *shapes) == [3] * 4 + [0] * 8 + [1] + [0] * 3

@@ -59,9 +59,17 @@ def test_requests_that_run_hold_half_of_the_states_at_most():
     kept = [pool.keep(key) for key in (b"1", b"2", b"3")]
     assert kept[2] == kept[0], "held states are not evicted"
     pool.give(b"4", held[0])
-    pool.give(b"4", held[1])
-    assert pool.longest([b"4"]) == 1
+    pool.give(b"2", held[1])
     pool.check_integrity([])
+    # A key that has a state already is used again.
+    assert None not in (pool.keep(b"5"), pool.keep(b"6"))
+    assert [pool.longest([key]) for key in (b"2", b"3", b"4")] == [1, 0, 1]
+    pool.check_integrity([])
+
+
+def test_half_of_six_states_are_three():
+    pool = StatePool(6)
+    assert [pool.hold() is None for _ in range(4)] == [False, False, False, True]
 
 
 def test_a_single_state_serves_an_answer_too():
@@ -229,9 +237,12 @@ def test_models_without_recurrent_layers_keep_nothing(kit):
     assert (plan.kept_states, other.kept_states, other.restored_states) == ((), (), ())
 
 
-def test_a_request_that_keeps_out_of_the_prefix_cache_keeps_no_state(kit):
-    scheduler = kit.scheduler(num_kept_states=4)
-    _, (plan,) = ask(kit, scheduler, "first", spoken(18, 18), cached=False)
-    finish(kit, scheduler, "first", 24)
-    assert plan.kept_states == ()
+@pytest.mark.parametrize("cached", [False, True])
+def test_an_answer_that_is_not_shared_keeps_no_state(kit, cached):
+    scheduler = kit.scheduler(num_kept_states=4, cache_emitted_blocks=not cached)
+    _, (plan,) = ask(kit, scheduler, "first", spoken(6, 6), cached=cached)
+    while scheduler._running["first"].num_processed < 12:
+        assert kit.step(scheduler)[0].kept_states == plan.kept_states == ()
+        assert not scheduler._running["first"].held_states
+    finish(kit, scheduler, "first", 12)
     assert not scheduler._states.pool._state_of

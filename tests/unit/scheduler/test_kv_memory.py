@@ -387,10 +387,19 @@ def test_a_poisoned_request_is_released_alone(kit):
 
 @pytest.mark.parametrize(
     "victim",
-    ["blocks", "no block", "one block twice", "written block", "slot", "status", "in flight"],
+    [
+        "blocks",
+        "no block",
+        "one block twice",
+        "written block",
+        "state",
+        "slot",
+        "status",
+        "in flight",
+    ],
 )
 def test_integrity_check_sees_damage(kit, victim):
-    scheduler = kit.scheduler(lookahead_slots=1)
+    scheduler = kit.scheduler(lookahead_slots=1, num_kept_states=1)
     # The token to come fills two blocks, and the lookahead begins a third.
     kit.add(scheduler, "ab", 7)
     scheduler.plan()
@@ -408,6 +417,8 @@ def test_integrity_check_sees_damage(kit, victim):
         scheduler._pool.release([b.blocks.pop()])
         b.blocks.append(a.blocks[-1])
         scheduler._pool.share(a.blocks[-1:])
+    elif victim == "state":
+        a.held_states[8] = 0
     elif victim == "slot":
         b.slot = a.slot
     elif victim == "status":

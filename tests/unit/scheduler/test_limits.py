@@ -24,6 +24,7 @@ from sametoken.errors import ConfigError, RequestError
 def test_impossible_limits_are_named(kit, name, value):
     with pytest.raises(ConfigError, match=f"{name}={value}"):
         kit.limits(**{name: value})
+    assert getattr(kit.limits(**{name: value + 1}), name) == value + 1
 
 
 def test_blocks_are_rounded_up(kit):
@@ -54,6 +55,12 @@ def test_the_longest_possible_request_is_taken(kit):
     for _ in range(19):
         kit.step(scheduler)
     assert scheduler.kv_usage == 1.0
+
+
+def test_a_prompt_leaves_room_for_one_token(kit):
+    scheduler = kit.scheduler()
+    scheduler.add(kit.request("r", 63, 64))
+    assert kit.rows(scheduler.plan()) == [(0, 63, 0, True)]
 
 
 def test_an_id_is_taken_until_its_request_is_released(kit):

@@ -24,7 +24,7 @@ FIELDS = SEQUENCES | RECURRENT
 #: Between steps the host; in a step one program a device; of recurrent state the same.
 HOST = {
     ("state/slots.py", "admit"): {"token_ids", "num_tokens", "num_computed", "num_drafts"},
-    ("state/slots.py", "restart"): {"num_computed", "num_drafts"},
+    ("state/slots.py", "restart"): {"num_computed"},
     ("state/slots.py", "assign_blocks"): {"block_table"},
     ("runner/kept_states.py", "CacheStates.restore"): RECURRENT,
 }

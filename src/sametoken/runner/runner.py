@@ -155,9 +155,8 @@ class StepRunner:
         self.kept_states.restore(plan)
 
     def _writes(self, plan: StepPlan) -> list[TableWrite]:
-        sequences, writes = self.step.sequences, list[TableWrite]()
-        for slot in plan.restarts:
-            writes += restart(sequences, slot)
+        sequences = self.step.sequences
+        writes = [restart(sequences, slot) for slot in plan.restarts]
         for admission in plan.admissions:
             writes += admit(sequences, admission) + self.processing.admit(admission)
             writes += self.adapters.admit(admission)

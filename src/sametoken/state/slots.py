@@ -24,9 +24,12 @@ def admit(sequences: Sequences, admission: Admission) -> list[TableWrite]:
     ]
 
 
-def restart(sequences: Sequences, slot: int) -> list[TableWrite]:
-    """Forget that a slot's positions are computed: its KV is lost. Its tokens stay."""
-    return [TableWrite(sequences.num_computed[slot], 0), TableWrite(sequences.num_drafts[slot], 0)]
+def restart(sequences: Sequences, slot: int) -> TableWrite:
+    """Forget that a slot's positions are computed: its KV is lost. Its tokens stay.
+
+    Its drafts are those of no row until it has replayed: a chunk takes none and leaves none.
+    """
+    return TableWrite(sequences.num_computed[slot], 0)
 
 
 def assign_blocks(sequences: Sequences, assignment: BlockAssignment) -> TableWrite:

@@ -34,8 +34,6 @@ class GrowingText:
 
     def part(self, start: int, end: int) -> str:
         """The characters from ``start`` to ``end``, at the cost of this part."""
-        if start >= end:
-            return ""
         first, last = bisect_right(self._ends, start), bisect_right(self._ends, end - 1)
         before = self._ends[first - 1] if first else 0
         return "".join(self._pieces[first : last + 1])[start - before : end - before]

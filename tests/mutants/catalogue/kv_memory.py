@@ -6,6 +6,7 @@ import pytest
 
 from mutants.catalogue.planting import LAW, instead_of, mutant, substitute
 from mutants.catalogue.shared_tests import WINDOW
+from sametoken.ops.step.types import TableWrite
 from sametoken.runner.swap import SwapStore
 from sametoken.scheduler.block_pool import block_keys
 from sametoken.scheduler.request_state import RequestState
@@ -40,7 +41,10 @@ def drafter_kv_is_not_swapped(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("lost-kv-taken-for-computed", LAW, REPLAY, "position")
 def a_restart_does_not_reach_the_device(patch: pytest.MonkeyPatch) -> None:
-    substitute(patch, slots.restart, lambda sequences, slot: [])
+    def mutant(sequences, slot):
+        return TableWrite(sequences.num_drafts[slot], 0)
+
+    substitute(patch, slots.restart, mutant)
 
 
 @mutant("evicted-block-saved-a-step-late", LAW, IDLE_PREFIX, "tokens")

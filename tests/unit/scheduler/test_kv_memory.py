@@ -385,6 +385,7 @@ def test_a_poisoned_request_is_released_alone(kit):
     assert scheduler.plan().admissions[0].num_cached == 0
 
 
+@pytest.mark.parametrize("lengths", [(7, 7), (7, 11), (11, 7)])
 @pytest.mark.parametrize(
     "victim",
     [
@@ -398,10 +399,11 @@ def test_a_poisoned_request_is_released_alone(kit):
         "in flight",
     ],
 )
-def test_integrity_check_sees_damage(kit, victim):
+def test_integrity_check_sees_damage(kit, victim, lengths):
     scheduler = kit.scheduler(lookahead_slots=1, num_kept_states=1)
-    # The token to come fills two blocks, and the lookahead begins a third.
-    kit.add(scheduler, "ab", 7)
+    # The token to come fills the last block, and the lookahead begins one more.
+    for name, length in zip("ab", lengths, strict=True):
+        scheduler.add(kit.request(name, length))
     scheduler.plan()
     scheduler.check_integrity()
     a, b = scheduler._running.values()
@@ -414,9 +416,10 @@ def test_integrity_check_sees_damage(kit, victim):
         b.blocks.append(b.blocks[0])
         scheduler._pool.share(b.blocks[:1])
     elif victim == "written block":
-        scheduler._pool.release([b.blocks.pop()])
-        b.blocks.append(a.blocks[-1])
-        scheduler._pool.share(a.blocks[-1:])
+        # One of them writes its seventh position here, another has computed all of them.
+        scheduler._pool.release([b.blocks[1]])
+        b.blocks[1] = a.blocks[1]
+        scheduler._pool.share([a.blocks[1]])
     elif victim == "state":
         a.held_states[8] = 0
     elif victim == "slot":
@@ -533,6 +536,29 @@ def test_nobody_comes_in_while_a_running_request_lacks_blocks(kit):
     # "long" has given way to older ones, and "small" waits although a block is free.
     assert scheduler.num_waiting == 1
     assert plan.admissions == ()
+
+
+def test_a_step_may_swap_out_and_do_nothing_else(kit):
+    """What the youngest leaves is too little while steps in flight use what others have left."""
+    scheduler = kit.scheduler(
+        num_blocks=9, max_num_seqs=7, longest_chunk=8, fast_form=FastForm(20, 8)
+    )
+    scheduler.add(kit.request("old", 33, max_total=35))
+    scheduler.add(kit.request("young", 2, max_total=8))
+    kit.add(scheduler, "abcde", 3)
+    plans = [scheduler.plan()]
+    for name in "abcde":
+        scheduler.release(name)
+    plans.append(scheduler.plan())
+    assert [swap.slot for swap in plans[1].swap_outs] == [1]
+    assert plans[1].requests == ()
+    # There would be room for it at once, but the older one goes first.
+    assert scheduler.plan() is None
+    for plan in plans:
+        scheduler.process_output(kit.result(plan))
+    plan, _ = kit.step(scheduler)
+    assert [swap.host_blocks for swap in plan.swap_ins] == [plans[1].swap_outs[0].host_blocks]
+    assert (0, 8, 0, False) in kit.rows(plan)
 
 
 def test_drafts_do_not_crowd_out_a_request_that_could_return(kit):

@@ -6,6 +6,7 @@ from collections import deque
 
 import pytest
 
+from sametoken.scheduler.scheduler import Scheduler
 from sametoken.scheduler.swap_space import MOST_WRITES, Found, SwapSpace
 
 
@@ -31,6 +32,7 @@ class File:
             self.ended.append((place, True))
 
     def finished(self, *, wait=False):
+        assert self.ended or not wait, "it would wait for ever"
         self.waits += wait
         ended, self.ended = self.ended, deque()
         return ended
@@ -188,6 +190,31 @@ def test_a_wait_ends_with_a_copy():
     file.ended.append((0, True))
     space.wait()
     assert (space.is_moving, file.waits) == (False, 1)
+
+
+def test_a_plan_waits_for_the_file_if_nothing_else_can_go_on(kit):
+    file = File()
+    sizes = {"num_blocks": 6, "num_host_blocks": 4, "num_idle_host_blocks": 8}
+    scheduler = Scheduler(kit.limits(**sizes), file)
+    scheduler.add(kit.request("a", 17, max_total=18))
+    kit.step(scheduler)
+    scheduler.release("a")
+    scheduler.add(kit.request("b", 20, max_total=22))
+    kit.step(scheduler)
+    window = scheduler.plan()
+    assert file.log == [("write", 0, 0)]
+    # It is at its limit, and a step is in flight.
+    assert scheduler.plan() is None
+    scheduler.process_output(kit.result(window))
+    scheduler.release("b")
+    assert file.waits == 0
+    # The block is written, then read back.
+    file.ended.append((0, True))
+    file.is_fast = True
+    scheduler.add(kit.request("a", 17, max_total=18))
+    assert scheduler.plan().admissions[0].num_cached == 16
+    assert file.log[1:] == [("read", 0, 0)]
+    assert file.waits > 0
 
 
 def test_no_host_memory_is_not_in_use():

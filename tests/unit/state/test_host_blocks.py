@@ -10,7 +10,16 @@ from sametoken.state.host_blocks import HostBlocks, blocks_within
 
 @pytest.mark.parametrize(
     ("limit", "block_bytes", "blocks"),
-    [(0, 100, 0), (99, 100, 0), (128, 100, 1), (1000, 100, 5), (1024, 64, 16), (4096, 3, 1364)],
+    [
+        (0, 100, 0),
+        (99, 100, 0),
+        (128, 100, 1),
+        (1000, 100, 5),
+        (1024, 64, 16),
+        (4096, 3, 1364),
+        (3000, 2048, 1),
+        (10_000, 3000, 2),
+    ],
 )
 def test_segments_stay_within_the_limit(limit, block_bytes, blocks, monkeypatch):
     monkeypatch.setattr(host_blocks, "SEGMENT_BYTES", 1024)

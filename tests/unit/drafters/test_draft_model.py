@@ -42,7 +42,7 @@ def continuation(bench: Bench, slot: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("k", "temperature", "padding"),
-    [(1, 0.8, 0), (2, 0.0, 0), (5, 0.8, 0), (2, 0.0, 9), (3, 0.8, 9)],
+    [(1, 0.8, 0), (2, 0.0, 0), (5, 0.8, 0), (2, 0.0, 9), (3, 0.8, 1)],
 )
 def test_a_drafter_equal_to_its_target_is_always_right(k, temperature, padding):
     """And if it is padded to more tokens: it never proposes those."""
@@ -65,7 +65,7 @@ def test_every_draft_of_it_is_accepted(temperature):
     assert bench.counts.accepted == bench.counts.offered
 
 
-@pytest.mark.parametrize(("num_own", "salt"), [(VOCAB, 1), (VOCAB, 2), (VOCAB - 3, 1)])
+@pytest.mark.parametrize(("num_own", "salt"), [(VOCAB, 1), (VOCAB, 2), (VOCAB - 1, 1)])
 def test_its_kv_holds_the_committed_token_at_every_computed_position(num_own, salt):
     """In the place of a token that only the target is padded to, its own last one."""
     bench = bench_of(4, seed=9, drafter_model=ToyModel(num_own, salt))

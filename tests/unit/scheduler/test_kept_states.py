@@ -171,6 +171,9 @@ def test_blocks_without_a_state_serve_nobody(kit):
     assert len(kept._state_of) == 1
     kept.forget(next(iter(kept._state_of)))
     assert ask(kit, scheduler, "second", spoken(9, 9))[0].num_cached == 0
+    # It computes them again, in blocks of its own.
+    first, second = scheduler._running.values()
+    assert not {*first.blocks} & {*second.blocks}
     assert ask(kit, scheduler, "third", spoken(9, 9))[0].num_cached == 8
 
 

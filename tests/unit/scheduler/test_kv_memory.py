@@ -468,7 +468,7 @@ def test_what_was_saved_has_room_even_if_its_drafts_were_rejected(kit):
 
 def test_who_replays_returns_to_blocks_for_all_of_it(kit):
     """It would be preempted again before it has computed what it had."""
-    sizes = {"num_blocks": 7, "num_host_blocks": 0, "longest_chunk": 4, "lookahead_slots": 1}
+    sizes = {"num_blocks": 7, "num_host_blocks": 0, "longest_chunk": 5, "lookahead_slots": 1}
     scheduler = kit.scheduler(**sizes)
     scheduler.add(kit.request("old", 3, max_total=20))
     scheduler.add(kit.request("young", 15, max_total=18))
@@ -481,6 +481,11 @@ def test_who_replays_returns_to_blocks_for_all_of_it(kit):
     plan, _ = kit.step(scheduler)
     assert [len(one.block_ids) for one in plan.block_assignments] == [5]
     assert (plan.restarts, plan.requests[0].replays) == ((1,), True)
+    # Its third chunk ends where the prompt ends, whose next token is known.
+    while scheduler._running["young"].replays:
+        plan, updates = kit.step(scheduler)
+        assert (kit.rows(plan)[0][2:], updates) == ((0, False), ())
+    assert kit.rows(kit.step(scheduler)[0]) == [(1, 1, 0, True)]
 
 
 def test_a_chunk_takes_the_blocks_that_are_left_and_preempts_for_its_next_token_alone(kit):

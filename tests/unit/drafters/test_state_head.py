@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,6 +167,28 @@ def test_drafts_are_those_of_the_definition(tmp_path, target, state_after, form)
 
         bench.run(8, VOCAB, check)
     assert len({tuple(one) for one in seen}) > 5
+
+
+def test_each_draft_is_chosen_with_the_noise_of_its_position(tmp_path, target, monkeypatch):
+    medusa_form(tmp_path)
+    bench = bench_of(loaded_of(MEDUSA, tmp_path, target), target, temperature=0.8)
+    positions, choose, seen = [], bench.coupling.choose, 0
+
+    def noted(logits, slots, chosen, token_ids):
+        nonlocal seen
+        seen += 1
+        positions.append(chosen.tolist())
+        return choose(logits, slots, chosen, token_ids)
+
+    monkeypatch.setattr(bench.drafter, "_coupling", SimpleNamespace(choose=noted))
+
+    def check(context, drafts):
+        expected = [(context.num_tokens + index).tolist() for index in range(K)]
+        assert positions == (expected if context.samples.any() else [])
+        positions.clear()
+
+    bench.run(6, VOCAB, check)
+    assert seen > K
 
 
 @pytest.mark.parametrize("kind", KINDS)

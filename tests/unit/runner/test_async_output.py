@@ -96,10 +96,14 @@ def test_every_step_in_flight_has_a_buffer_of_its_own():
         return PendingOutput(PLAN, buffer, landed, ring)
 
     first, second = submit(1), submit(3)
+    first.buffer.mask_faults[0] = MaskFault.SLOW
     with pytest.raises(InvariantError, match="every output buffer"):
         ring.acquire()
     assert [row.token_ids for row in first.wait().requests] == [(1,), (1,), ()]
     third = submit(5)
+    assert not third.buffer.mask_faults
+    with pytest.raises(InvariantError, match="in flight"):
+        third.buffer.read(PLAN)
     assert [row.token_ids for row in second.wait().requests] == [(3,), (3,), ()]
     assert [row.token_ids for row in third.wait().requests] == [(5,), (5,), ()]
 

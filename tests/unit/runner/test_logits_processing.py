@@ -22,7 +22,7 @@ from sametoken.ops.step import compact
 from sametoken.runner.logits_processing import LogitsProcessing
 from sametoken.sampling.admission import require_choosable
 from sametoken.state.sampling import SamplingTable
-from sametoken.types.plan import Admission
+from sametoken.types.plan import Admission, ScheduledRequest, StepPlan
 from sametoken.types.sampling_params import SamplingParams
 
 VOCAB_SIZE = 9
@@ -393,3 +393,20 @@ def test_impossible_masks_are_refused_by_name(options, stop_ids, bad_words, caus
 @pytest.mark.parametrize(("options", "stop_ids", "bad_words"), ADMITTED)
 def test_possible_masks_are_admitted(options, stop_ids, bad_words):
     require_choosable(SamplingParams(**options), 10, stop_ids, bad_words)
+
+
+def test_rows_of_prompts_are_scored_where_their_request_asks():
+    """All of them, except the last of a prompt, which samples."""
+    table = SamplingTable.allocate(2, torch.device("cpu"))
+    table.admit(Admission(1, (1, 2, 3), 0, SamplingParams(temperature=0.0, prompt_logprobs=0)))
+    processing = LogitsProcessing(None, None, None, table, None)
+
+    def scored(*requests):
+        return processing.scores_prompts(StepPlan(0, requests=requests))
+
+    chunk, end, window = (
+        ScheduledRequest(1, *rest) for rest in ((1, 0, False), (2, 0, True), (1, 2, True))
+    )
+    assert [scored(one) for one in (chunk, end, window)] == [True, True, False]
+    assert not scored(replace(chunk, slot=0), window)
+    assert scored(replace(window, slot=0), chunk)

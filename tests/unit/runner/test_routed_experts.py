@@ -142,14 +142,15 @@ def test_triton_kernels_record_what_the_reference_chooses(tmp_path):
     assert found[0].any(axis=(0, 2)).tolist() == [False, False, True, False, True]
 
 
-def test_ids_of_many_experts_have_two_bytes():
-    target = Target(num_experts=300)
+@pytest.mark.parametrize(("count", "dtype"), [(256, np.uint8), (257, np.uint16)])
+def test_ids_of_more_experts_than_a_byte_counts_have_two_bytes(count, dtype):
+    target = Target(num_experts=count)
     experts, plan = recorder(target), plan_of(3)
-    target.given = torch.eye(300)[297:].expand(2, 3, 300)
+    target.given = torch.eye(count)[-3:].expand(2, 3, count)
     run(experts, target, 3)
     found = kept(experts, plan).of(0, *plan.requests, 0)
-    assert found.dtype == np.uint16
-    assert found[:, 0, 0].tolist() == [297, 298, 299]
+    assert found.dtype == dtype
+    assert found[:, 0, 0].tolist() == [count - 3, count - 2, count - 1]
 
 
 def test_what_cannot_be_recorded_is_refused():

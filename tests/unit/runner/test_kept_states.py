@@ -85,6 +85,7 @@ def test_it_goes_on_from_every_position_that_windows_pass(begin, position):
         memory.fill_(float("nan"))
     left_by_windows(held, states, StateCopy(0, position, 1), [K, 0, K])
     states.restore(StateCopy(2, position, 1))
+    assert int(held.position[2] + held.folded.num_pending[2]) == position
     expected = run(plain, 0, 0, RAW[: position + 4], position + 4)
     found = run(held, 2, position, RAW[position : position + 4], 4)
     assert torch.equal(found, expected[position:])

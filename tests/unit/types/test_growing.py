@@ -58,6 +58,13 @@ def test_an_output_is_that_of_its_step_whatever_follows(pieces, start, first):
         assert output.has_logprobs
         assert output.pieces_from(0, 0) == pieces[:number]
         assert output == expected
+        # One that is whole has the same parts, except that its tokens do not part its text.
+        assert expected.text_from(start) == expected.text[start:]
+        assert expected.token_ids_from(first) == expected.token_ids[first:]
+        assert expected.logprobs_from(first) == expected.logprobs[first:]
+        assert expected.pieces_from(first, start) == [expected.text[start:]]
+        starts = [0, *[len(expected.text)] * number][:number]
+        assert expected.starts_from(first) == starts[first:]
         assert repr(output) == repr(expected)
         assert type(output.token_ids) is tuple
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import itertools
 import math
 import pickle
 
@@ -85,10 +86,11 @@ EDGES = {
     "thinking_token_budget": (None, 0, 10**9),
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
-    "repetition_penalty": (1e-6, 100),
+    "repetition_penalty": (1e-8, 100),
     "logprobs": (None, 0, MAX_LOGPROBS),
     "prompt_logprobs": (None, 0, MAX_LOGPROBS),
     "logit_bias": (None, {}, {5: -100.0}),
+    "detokenize": (False,),
 }
 BEYOND = {
     "n": (0, -1, 1.0, True),
@@ -129,6 +131,22 @@ def test_every_field_is_checked(field):
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{field: object()})
     assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("name", "item", "most"),
+    [
+        ("stop", "a", 128),
+        ("bad_words", "a", 1024),
+        ("stop_token_ids", 1, 1024),
+    ],
+)
+def test_lists_have_their_most_entries(name, item, most):
+    assert len(getattr(SamplingParams(**{name: [item] * most}), name)) == most
+    for given in ([item] * (most + 1), itertools.repeat(item)):
+        with pytest.raises(RequestError, match=f"^{name} has more than {most} entries") as caught:
+            SamplingParams(**{name: given})
+        assert caught.value.param == name
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,49 @@ def test_a_plan_waits_for_the_file_if_nothing_else_can_go_on(kit):
     assert file.waits > 0
 
 
+def reads(file: File) -> list[tuple[str, int, int]]:
+    return [copy for copy in file.log if copy[0] == "read"]
+
+
+def test_a_block_is_read_into_one_that_no_step_in_flight_uses():
+    space, file = writing()
+    file.ended.append((0, True))
+    space.begin(3)
+    [block] = space.save_request(request(0, 1))
+    space.begin(4)
+    space.drop(request(0, 1))
+    assert space.fetch([key(0)]) is Found.COMING
+    assert reads(file) == [], "the copy to the host may not have been made"
+    space.processed(3)
+    space.begin(5)
+    assert space.fetch([key(0)]) is Found.COMING
+    assert reads(file) == [("read", 0, block)]
+
+
+def test_what_nothing_makes_room_for_is_gone():
+    space, file = writing()
+    file.ended.append((0, True))
+    space.begin(3)
+    assert space.save_request(request(0, 4)) is not None
+    assert space.fetch([key(0)]) is Found.GONE
+    # A block is on its way to the file, and leaves its place in host memory.
+    planned(space, 4)
+    space.begin(5)
+    assert space.is_moving
+    assert space.fetch([key(0)]) is Found.COMING
+    assert reads(file) == []
+
+
+def test_a_full_file_takes_no_block_of_a_request():
+    file = File(1)
+    space = SwapSpace(8, 0, file)
+    space.begin(0)
+    [first, *_] = space.save_request(request(0, 8))
+    planned(space, 1)
+    space.begin(2)
+    assert file.log == [("write", 0, first)]
+
+
 def test_no_host_memory_is_not_in_use():
     assert SwapSpace(0, 0).usage == 0
 

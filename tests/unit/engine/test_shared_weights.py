@@ -5,17 +5,21 @@ from __future__ import annotations
 import queue
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from sametoken.engine.shared_weights import (
     FollowingWeights,
     LoadFactors,
+    LoadShare,
     ShareLoaded,
     UseFactors,
     UseShare,
     _in_memory,
     adapter_in_memory,
+    agreed,
 )
 from sametoken.engine.weights import NewWeights
 from sametoken.errors import CheckpointError
@@ -55,6 +59,44 @@ def test_an_update_is_not_loaded_beside_an_interrupted_one():
     assert [sent.get(timeout=60) for _ in kept] == [ShareLoaded(n, None) for n in range(2)]
     following.begin(UseShare(write=True))()
     assert live.tolist() == [1, 1]
+    # No adapter is written where weights were loaded.
+    following.begin(first)
+    assert sent.get(timeout=60) == ShareLoaded(0, None)
+    assert following.begin(UseFactors(1)) is None
+
+
+class InChunks(SentTensors):
+    """A tensor that is read row by row, as large ones are."""
+
+    def stored_chunks(self, name):
+        for whole in super().stored_chunks(name):
+            yield from whole.split(1)
+
+
+def test_tensors_of_several_chunks_are_shared_whole():
+    sent = [(name, torch.randn(3, 5)) for name in "ab"]
+    _kept, shared = _in_memory(InChunks(sent))
+    source = shared.source()
+    for name, tensor in sent:
+        assert torch.equal(torch.cat(list(source.chunks(name))), tensor)
+
+
+def test_what_one_rank_refuses_no_rank_keeps():
+    refusal = CheckpointError("one is cut off", "give another")
+    told = []
+
+    def collect(kind, is_wanted):
+        answers = [ShareLoaded(told[0].number, error) for error in (None, refusal)]
+        return [answer for answer in answers if is_wanted(answer)]
+
+    ranks = SimpleNamespace(tell=told.append, collect=collect)
+    share = LoadShare(0, "", 0, ())
+    with (
+        pytest.raises(CheckpointError, match="cut off"),
+        agreed(ranks, lambda number: replace(share, number=number)),
+    ):
+        pass
+    assert told == [replace(share, number=told[0].number), UseShare(write=False)]
 
 
 def test_an_adapter_is_written_to_its_place_and_none_after_weights():

@@ -25,6 +25,8 @@ from sametoken.types.structured_outputs import MaskFault
 PROMPT = (40, 41, 42)
 EOS = 0
 MAX_LEN = 200
+#: A special token of ``byte_fallback``.
+SILENT = 63
 
 
 class Run:
@@ -173,7 +175,8 @@ def byte_fallback():
     words += [f"w{i}" for i in range(len(words), 64)]
     backend = Backend(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
+    special = {"eos_token": "</s>", "additional_special_tokens": [words[SILENT]]}
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, **special))
 
 
 @pytest.mark.parametrize(
@@ -183,13 +186,16 @@ def byte_fallback():
         ("a\n", (2, 1, 3, 2), "b", 3),
         ("é", (1, 3, 4, 5, 3, 2), "a\n", 4),
         ("\n", (1, 6, 3, 2), "a\ufffd\ufffdb", 4),
+        # All of the text, and the longest of several.
+        ("bab\n", (2, 1, 2, 3, 1), "", 4),
+        (["\n", "a\n", "é"], (2, 1, 3, 2), "b", 3),
     ],
 )
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_a_stop_string_of_byte_tokens_ends_at_the_last_of_them(
     byte_fallback, stop, emitted, text, num_kept, one_by_one
 ):
-    request = Run(byte_fallback, stop=[stop], max_tokens=num_kept)
+    request = Run(byte_fallback, stop=stop, max_tokens=num_kept)
     for window in [(token,) for token in emitted] if one_by_one else [emitted]:
         output, released = request.emit(*window)
         if released:
@@ -202,6 +208,9 @@ def test_a_stop_string_of_byte_tokens_ends_at_the_last_of_them(
 def test_a_stop_string_of_byte_tokens_waits_for_min_tokens(byte_fallback):
     output, _ = Run(byte_fallback, stop=["\n"], min_tokens=1).emit(3, 1, 3)
     assert (completion(output).text, completion(output).token_ids) == ("\na", (3, 1, 3))
+    # A token without a text ends none.
+    output, _ = Run(byte_fallback, stop=["\n"], min_tokens=1).emit(3, SILENT, 1, 3)
+    assert (completion(output).text, completion(output).token_ids) == ("\na", (3, SILENT, 1, 3))
 
 
 def test_the_space_between_prompt_and_text_belongs_to_the_text():

@@ -86,6 +86,38 @@ def test_a_sleep_that_is_refused_forgets_nothing(level):
     assert not forgotten
 
 
+def core_with(memory, **scheduler) -> EngineCore:
+    facts = {"has_unfinished": False, "num_running": 0, "num_swapped": 0} | scheduler
+    settings = SimpleNamespace(steps_in_flight=1)
+    return EngineCore(settings, SimpleNamespace(**facts), None, memory=memory)
+
+
+@pytest.mark.parametrize("held", ["num_running", "num_swapped"])
+def test_requests_that_have_begun_keep_an_engine_awake(held):
+    core = core_with(memory := Noted(), **{held: 1})
+    with pytest.raises(RequestError, match="requests run"):
+        core.upkeep.sleep(1)
+    assert not memory.dropped
+
+
+def test_weights_that_no_update_can_bring_back_are_not_dropped():
+    core = core_with(memory := Noted(), forget_prefixes=lambda: None)
+    with pytest.raises(UnsupportedError, match="built by hand"):
+        core.upkeep.sleep(2)
+    assert not memory.dropped
+    core.upkeep.sleep(1)
+    assert memory.dropped == [False]
+
+
+def test_an_adapter_that_finds_no_place_is_dropped():
+    core, dropped = core_with(Noted(), adapters_in_use=set()), []
+    core.adapters = SimpleNamespace(place=lambda name, in_use: None, count=1)
+    new = SimpleNamespace(name="a", drop=lambda: dropped.append("a"))
+    with pytest.raises(RequestError, match="room for 1 adapters"):
+        core.upkeep.use_adapter(new)
+    assert dropped == ["a"]
+
+
 def test_what_was_dropped_in_part_is_lost():
     sleep = Sleep(memory := Noted())
     memory.refuses = True

@@ -49,6 +49,16 @@ def test_the_forms_of_a_prompt_agree(tokenizer):
     assert inputs.tokenize(PromptTokens("the", ids)) == PromptTokens("the", ids)
 
 
+@pytest.mark.parametrize("form", [list, tuple, iter, np.array])
+def test_the_longest_prompt_of_ids_is_read_whole_and_no_longer_one(tokenizer, form):
+    inputs, most = make(tokenizer), range(1, MAX_LEN)
+    given = {"prompt_token_ids": form(list(most))}
+    assert inputs.tokenize(given) == PromptTokens(None, tuple(most))
+    longer = {"prompt_token_ids": form([*most, 1])}
+    with pytest.raises(RequestError, match="32 tokens > 31 maximum"):
+        process(inputs, inputs.tokenize(longer).token_ids)
+
+
 @pytest.mark.parametrize("array", [np.array, torch.tensor], ids=["numpy", "torch"])
 def test_ids_in_arrays_become_integers(tokenizer, array):
     inputs = make(tokenizer)
@@ -88,7 +98,7 @@ def test_other_forms_are_refused(tokenizer, prompt, cause):
     assert caught.value.remedy
 
 
-@pytest.mark.parametrize("messages", [[], ["hi"], [3]])
+@pytest.mark.parametrize("messages", [[], ["hi"], [3], [{"role": "user", "content": "hi"}, 3]])
 def test_conversations_without_messages_are_refused(tokenizer, messages):
     with pytest.raises(RequestError, match="needs messages"):
         make(tokenizer).tokenize_chat(messages)
@@ -299,6 +309,17 @@ def test_all_completions_share_what_structured_outputs_compile_to(tokenizer):
     assert process(inputs).completions[0].grammar is None
 
 
+def test_what_is_compiled_already_is_known(tokenizer):
+    inputs, form = make(tokenizer), StructuredOutputs(regex="[a-z]+")
+    params = SamplingParams(structured_outputs=form)
+    bounded = StructuredOutputs(reasoning=Reasoning((9,), budget=4))
+    for free in (SamplingParams(), SamplingParams(structured_outputs=bounded)):
+        assert inputs.grammars.knows(free)
+    assert not inputs.grammars.knows(params)
+    process(inputs, structured_outputs=form)
+    assert inputs.grammars.knows(params)
+
+
 def test_structured_outputs_that_cannot_be_served_are_refused_before_any_work(tokenizer):
     with pytest.raises(RequestError, match="regex is not valid"):
         process(make(tokenizer), structured_outputs=StructuredOutputs(regex="(a"))
@@ -366,6 +387,7 @@ def test_a_budget_that_cannot_be_kept_is_refused(tokenizer, reasoner):
         process(make(None), thinking_token_budget=4)
     with pytest.raises(RequestError, match=f"allowed_token_ids leaves out .* Allow .*{END}"):
         process(make(reasoner), thinking_token_budget=4, allowed_token_ids=[9])
+    process(make(reasoner), thinking_token_budget=4, allowed_token_ids=[9, END])
     header = StructuredOutputs(regex="a", reasoning=Reasoning((9,), header_end=8))
     with pytest.raises(RequestError, match="no budget"):
         process(make(reasoner), thinking_token_budget=4, structured_outputs=header)

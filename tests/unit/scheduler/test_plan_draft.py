@@ -309,6 +309,24 @@ def test_a_last_chunk_of_one_token_is_a_window_and_a_first_one_is_not(kit):
     assert kit.rows(kit.step(scheduler)[0]) == [(0, 1, 0, True), (1, 1, 0, False)]
 
 
+def test_an_admission_has_what_its_request_has(kit):
+    asked = dataclasses.replace(
+        kit.request("r", 3),
+        stop_token_ids=(1, 2),
+        bad_words_token_ids=((3, 4),),
+        grammar=object(),
+        prompt_temperature=2.0,
+        adapter=5,
+    )
+    scheduler = kit.scheduler()
+    scheduler.add(asked)
+    [admission] = scheduler.plan().admissions
+    names, others = ({one.name for one in dataclasses.fields(it)} for it in (admission, asked))
+    assert len(names & others) > 7
+    for name in names & others:
+        assert getattr(admission, name) == getattr(asked, name), name
+
+
 def test_chunks_of_several_requests_share_a_step(kit):
     scheduler = kit.scheduler()
     kit.add(scheduler, "abc", 5)

@@ -94,3 +94,9 @@ def test_after_a_failure_another_sender_takes_its_port():
         finally:
             server.shutdown()
             Leaving.group = None
+
+
+@pytest.mark.parametrize("urls", ["http://a", [], ["http://a", "http://a/"]])
+def test_each_server_is_given_once(urls):
+    with pytest.raises(WeightUpdateError, match="no list of servers"):
+        WeightSender(urls)

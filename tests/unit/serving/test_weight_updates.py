@@ -184,6 +184,14 @@ def test_forms_are_checked_before_anything_is_received(scene, forms, told):
     assert told in str(carry_out(TakeWeights(forms)))
 
 
+def test_the_parts_of_an_update_share_its_bytes(scene):
+    _, carry_out = scene
+    carry_out(JoinTrainer(9))
+    carry_out(StartUpdate("model"))
+    assert carry_out(TakeWeights((TensorForm("a", "float32", (8,)),))) is None
+    assert "may have" in str(carry_out(TakeWeights((TensorForm("b", "float32", (9,)),))))
+
+
 def test_directories(scene, tmp_path):
     _, carry_out = scene
     assert "no update" in str(carry_out(TakeWeights(str(tmp_path))))

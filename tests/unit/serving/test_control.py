@@ -17,6 +17,7 @@ from sametoken.serving.messages import (
     Answer,
     ChangeWeights,
     FallAsleep,
+    ForgetPrefixes,
     Order,
     Pause,
     Resume,
@@ -118,6 +119,14 @@ def test_weights_are_loaded_by_a_thread_and_used_in_the_loop(scene, target, vers
     (answer,) = answers
     assert answer == expected if isinstance(expected, Answer) else type(answer.error) is expected
     assert engine.dropped == (["model"] if version == 0 else [])
+
+
+def test_prefixes_are_forgotten_without_a_pause(scene, monkeypatch):
+    engine, control, _, answers = scene
+    forgotten = []
+    monkeypatch.setattr(engine, "forget_prefixes", lambda: forgotten.append(1), raising=False)
+    control.handle(Order(1, ForgetPrefixes()))
+    assert (forgotten, answers, control.may_step) == ([1], [Answer(1)], True)
 
 
 def test_a_sleep_pauses_first_and_its_end_resumes(scene):

@@ -322,6 +322,11 @@ async def test_when_the_process_dies_every_request_fails_with_one_error(open_kit
         assert not kit.client.is_ready
         assert kit.client.stats.num_failed == 2
         assert kit.client.stats.load == EngineLoad()
+        # Nothing of what was on its way, asleep or paused is left to the next process.
+        assert kit.client._outputs.num_unfinished == 0
+        assert not kit.client.is_sleeping
+        assert not kit.client.is_paused
+        assert not kit.client._queue.has_unfinished
         with pytest.raises(EngineDeadError, match="the engine is gone"):
             kit.begin("later")
 

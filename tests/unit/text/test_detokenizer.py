@@ -108,6 +108,8 @@ def test_a_prompt_that_ends_in_bytes_or_special_tokens_keeps_the_space_after_it(
     for prompt in ([2, 9], [2, *[10, 11, 12] * 30], [2, 1], [2, 9, 1], [2, 14]):
         assert pieces(spaced, [5, 9], True, prompt) == [" cat", "", "\n"], prompt
     assert pieces(spaced, [5], True, [1]) == ["cat", ""]
+    # One that is shown is before the space too.
+    assert pieces(spaced, [5], False, [1]) == [" cat", ""]
     assert pieces(spaced, [14], True, [2, 13]) == ["", "\ufffd"]
 
 

@@ -47,6 +47,10 @@ def test_a_match_must_end_in_checked_text():
     cursor = StopCursor(StopStrings(("ba",)))
     assert cursor.feed("bab", checked=False) is None
     assert cursor.feed("abab", checked=True) == StopMatch(2, 4)
+    # One that was passed goes on as another, or not at all.
+    cursor = StopCursor(StopStrings(("aab", "ab")))
+    assert cursor.feed("aab", checked=False) is None
+    assert cursor.feed("bab", checked=True) == StopMatch(4, 6)
 
 
 def test_only_what_may_be_taken_back_is_held():

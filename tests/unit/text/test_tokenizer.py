@@ -136,6 +136,14 @@ def test_known_word_splits(backend, name, pieces):
 
 
 @pytest.mark.parametrize(
+    ("name", "is_composed"), [("qwen2", True), ("qwen35", True), ("gpt-2", False)]
+)
+def test_characters_of_two_parts_are_one_to_qwen(backend, name, is_composed):
+    built = build_gguf_tokenizer(gguf_metadata(backend, **{"tokenizer.ggml.pre": name}))
+    assert (built.encode("e\u0301").ids == built.encode("\u00e9").ids) == is_composed
+
+
+@pytest.mark.parametrize(
     ("name", "text", "pieces"),
     [
         ("gpt-4o", "it's /\n/", ["it's", "Ġ/Ċ/"]),
@@ -293,6 +301,17 @@ def test_texts_of_a_sentencepiece_vocabulary(text, changes, tokens):
     assert encoded.tokens == tokens
     if "</s>" not in tokens and tokens.count("▁") < 2:
         assert built.decode(encoded.ids, skip_special_tokens=False) == text
+
+
+def test_one_space_before_a_text_is_the_vocabulary_s_own():
+    built = build_gguf_tokenizer(pieces_metadata())
+    assert built.decode([built.token_to_id(piece) for piece in "▁▁a"]) == " a"
+
+
+def test_kinds_of_pieces_may_be_missing():
+    metadata = pieces_metadata(["ab"])
+    del metadata["tokenizer.ggml.token_type"]
+    assert build_gguf_tokenizer(metadata).encode("ab").tokens == ["▁", "ab"]
 
 
 def test_texts_of_a_sentencepiece_vocabulary_begin_with_a_token_unless_told_otherwise():

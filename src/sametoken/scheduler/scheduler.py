@@ -203,7 +203,7 @@ class Scheduler:
         Without steps in flight it waits for KV that is read from the file.
         """
         plan = self._plan()
-        while plan is None and not self._in_flight and self._swap.is_moving:
+        while not self._in_flight and self._swap.is_moving:
             self._swap.wait()
             plan = self._plan()
         return plan

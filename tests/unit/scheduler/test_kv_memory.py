@@ -651,6 +651,18 @@ def cached_after_a_failure(kit, scheduler):
     return scheduler.plan().admissions[0].num_cached
 
 
+def test_a_poisoned_request_takes_saved_blocks_back(kit):
+    """They were saved before it read them: what it read may be what was wrong."""
+    scheduler = kit.scheduler(num_blocks=9, num_idle_host_blocks=32)
+    for name, prompt in (("before", PROMPT * 2), ("other", range(35))):
+        scheduler.add(kit.request(name, prompt, max_total=len(prompt) + 1))
+        kit.step(scheduler)
+        scheduler.release(name)
+    scheduler.add(kit.request("bad", PROMPT * 2, max_total=28))
+    assert cached_after_a_failure(kit, scheduler) == 0
+    assert scheduler.swapped_prefix_hits > 0
+
+
 def test_a_poisoned_request_takes_blocks_behind_its_window_back(kit):
     scheduler = kit.scheduler(sliding_window=4, longest_chunk=8)
     scheduler.add(kit.request("bad", PROMPT * 2))

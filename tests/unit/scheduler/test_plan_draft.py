@@ -309,6 +309,17 @@ def test_a_last_chunk_of_one_token_is_a_window_and_a_first_one_is_not(kit):
     assert kit.rows(kit.step(scheduler)[0]) == [(0, 1, 0, True), (1, 1, 0, False)]
 
 
+def test_nobody_begins_while_none_is_admitted(kit):
+    scheduler = kit.scheduler()
+    scheduler.add(kit.request("old", 3))
+    kit.step(scheduler)
+    scheduler.admits = False
+    scheduler.add(kit.request("new", 3))
+    assert kit.rows(kit.step(scheduler)[0]) == [(0, 1, 0, True)]
+    scheduler.admits = True
+    assert kit.step(scheduler)[0].admissions
+
+
 def test_an_admission_has_what_its_request_has(kit):
     asked = dataclasses.replace(
         kit.request("r", 3),

@@ -139,6 +139,19 @@ def test_a_block_is_written_once_its_step_has_run_and_read_into_a_quiet_one():
     assert len(space._filed) == 0
 
 
+def test_blocks_go_to_the_file_and_come_back_again_and_again():
+    space = SwapSpace(4, 4, File(is_fast=True))
+    for n in range(4):
+        planned(space, n)
+        assert space.save_prefix(key(n)) is not None
+    for step_id in range(4, 24):
+        planned(space, step_id)
+        assert space.fetch([key(step_id % 4)]) is not Found.GONE
+    for step_id in (24, 25, 26):
+        planned(space, step_id)
+    assert (len(space._free), len(space._filed), len(space._free_places)) == (1, 1, 7)
+
+
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_failed_copy_loses_at_most_its_block(reads):
     space, file = writing()
@@ -258,6 +271,10 @@ def test_a_full_file_takes_no_block_of_a_request():
     planned(space, 1)
     space.begin(2)
     assert file.log == [("write", 0, first)]
+    file.ended.append((0, True))
+    space.begin(3)
+    assert file.log == [("write", 0, first)]
+    assert space.fetch(request(0, 8)) is Found.COMING
 
 
 def test_no_host_memory_is_not_in_use():

@@ -272,11 +272,13 @@ def test_escapes_of_a_string_are_one_character_each(least, most, compiler, token
             assert not accepts(grammar, tokenizer, form % text), (length, broken)
 
 
-def test_a_string_beyond_a_length_has_no_escapes(compiler, tokenizer):
-    schema = {"type": "string", "maxLength": MAX_COUNTED + 1}
+@pytest.mark.parametrize("bound", ["minLength", "maxLength"])
+def test_a_string_beyond_a_length_has_no_escapes(compiler, tokenizer, bound):
+    schema = {"type": "string", bound: MAX_COUNTED + 1}
     grammar = compiler.compile(StructuredOutputs(json_schema=json.dumps(schema)))
-    assert accepts(grammar, tokenizer, '"ab"')
-    assert not accepts(grammar, tokenizer, r'"a\n"')
+    most = "a" * MAX_COUNTED
+    assert accepts(grammar, tokenizer, f'"{most}b"')
+    assert not accepts(grammar, tokenizer, f'"{most}\\n"')
 
 
 def test_a_mask_allows_exactly_the_tokens_that_can_be_accepted(compiler, tokenizer, vocab_size):
@@ -417,6 +419,7 @@ def test_a_grammar_crosses_process_borders(compiler, tokenizer, vocab_size):
         (tag_of("sequence", elements=[]), "'elements' of a structural_tag"),
         (tag_of("tag", begin={"type": "token", "token": 3}, content=1, end="a"), "no texts"),
         (tag_of("star", content=[]), r"no format \[\]"),
+        (tag_of(["star"]), r"no format \['star'\]"),
         (tag_of("const_string"), "not valid"),
         ({"structural_tag": {"structures": [{"begin": "a"}], "trigger": ["a"]}}, "'trigger'"),
     ],

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from sametoken.errors import ConfigError
+from sametoken.io import json_text
 from sametoken.io.json_text import MAX_LINE_BYTES, NotFiniteError, json_lines, parse_json
 
 
@@ -57,3 +58,13 @@ def test_lines_before_a_bad_one_are_read(tmp_path):
     with pytest.raises(ConfigError, match=r"line 3 of .* is not JSON"):
         next(lines)
     assert MAX_LINE_BYTES == 64 * 2**20
+
+
+def test_a_line_has_its_most_bytes(tmp_path, monkeypatch):
+    """None is read in two parts, each of which may be a value."""
+    monkeypatch.setattr(json_text, "MAX_LINE_BYTES", 4)
+    (tmp_path / "a").write_bytes(b"123\n1234\n12345\n")
+    lines = json_lines(tmp_path / "a")
+    assert next(lines) == (1, 123)
+    with pytest.raises(ConfigError, match="line 2 of .* has more than 4 bytes"):
+        next(lines)

@@ -138,6 +138,20 @@ def test_a_byte_order_mark_before_a_body_is_skipped(serve):
     assert serve().post("/v1/completions", content=body, headers=headers).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("Application/JSON; charset=utf-8", 200),
+        ("application/vnd.api+json", 200),
+        ("application/x-www-form-urlencoded", 400),
+        ("text/json", 400),
+    ],
+)
+def test_a_body_is_json_by_its_header(serve, kind, status):
+    body, headers = b'{"prompt": "a"}', {"Content-Type": kind}
+    assert serve().post("/v1/completions", content=body, headers=headers).status_code == status
+
+
 @pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("identity", 200), ("br", 415)])
 def test_a_compressed_body_is_refused_by_its_header(serve, encoding, status):
     headers = {"Content-Type": "application/json", "Content-Encoding": encoding}

@@ -66,5 +66,5 @@ def test_a_line_has_its_most_bytes(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(b"123\n1234\n12345\n")
     lines = json_lines(tmp_path / "a")
     assert next(lines) == (1, 123)
-    with pytest.raises(ConfigError, match="line 2 of .* has more than 4 bytes"):
+    with pytest.raises(ConfigError, match=r"line 2 of .* has more than 4 bytes"):
         next(lines)

@@ -29,7 +29,7 @@ from sametoken.serving.http.named_calls import (
     parse_kimi_k2,
     parse_mistral,
 )
-from sametoken.serving.http.parsed import FoundCall, Parsed, parse_nothing
+from sametoken.serving.http.parsed import FoundCall, Parsed, parse_nothing, with_one_call
 from sametoken.serving.http.pythonic_calls import OLMO_TAGS, parse_olmo3
 from sametoken.serving.http.tool_parsers import TOOL_PARSERS, named_parser, parser_of_template
 from sametoken.serving.http.xml_calls import (
@@ -649,3 +649,11 @@ def test_the_template_tells_the_parser():
     assert parser_of_template('<tool_calls>[{"name": ') == "hunyuan_a13b"
     assert parser_of_template("<tool_calls><tool_sep>") is None
     assert parser_of_template("{{ message.content }}") is None
+
+
+@pytest.mark.parametrize("text", HERMES)
+def test_calls_after_the_first_are_left_out_and_no_text(text):
+    one, whole = with_one_call(parse_hermes), HERMES[text]
+    found = one(text, True)
+    assert (found.content, list(found.calls)) == (whole.content, list(whole.calls[:1]))
+    assert_adds_up(one, text)

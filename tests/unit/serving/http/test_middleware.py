@@ -5,6 +5,7 @@ import tracemalloc
 
 import pytest
 
+from sametoken.serving.http import middleware
 from sametoken.serving.http.middleware import (
     OPEN_PATHS,
     Authentication,
@@ -105,6 +106,14 @@ def test_a_bucket_refills_evenly():
     assert [status_of(limit) for _ in range(61)].count(429) == 1
 
 
+def test_the_clients_that_were_seen_last_are_remembered(monkeypatch):
+    monkeypatch.setattr(middleware, "_MAX_CLIENTS", 2)
+    buckets = Buckets(1, now=lambda: 0.0)
+    assert [buckets.take(client) > 0 for client in "abacab"] == [
+        False, False, True, False, True, False,
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_large_bodies_are_refused(serve, chunked):
     client = serve(max_request_bytes=200)
@@ -134,10 +143,12 @@ def test_a_client_that_goes_while_sending_asks_for_nothing():
     assert bodies == []
 
 
-def read_by(limit: BodyLimit, parts: list[bytes], path: str = "/tokenize") -> list[int]:
+def read_by(
+    limit: BodyLimit, parts: list[bytes], path: str = "/tokenize", end: str = "http.request"
+) -> list[int]:
     """The statuses that a limit sends for a body in parts."""
     messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
-    messages.append({"type": "http.request", "body": b"", "more_body": False})
+    messages.append({"type": end, "body": b"", "more_body": False})
     sent = []
 
     async def receive():
@@ -168,6 +179,7 @@ def test_bodies_that_are_held_count_until_they_are_answered():
     assert inner == [600_000, [503], 60_000, [204]]
     # Nothing is left of them, whatever became of each.
     assert read_by(limit, [bytes(400_000)] * 3) == [413]
+    assert read_by(limit, large, end="http.disconnect") == []
     assert read_by(limit, large) == [204]
 
 

@@ -98,7 +98,7 @@ def test_chat_s_own_names():
 def test_echo_with_logprobs_asks_for_the_prompt_s():
     params = completion(echo=True, logprobs=2, max_tokens=0)
     assert (params.prompt_logprobs, params.max_tokens) == (2, 1)
-    assert completion(echo=True).prompt_logprobs is None
+    assert completion(echo=True, prompt_logprobs=3).prompt_logprobs == 3
 
 
 @pytest.mark.parametrize(

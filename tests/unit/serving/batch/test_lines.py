@@ -60,6 +60,12 @@ def test_a_changed_line_has_another_key():
     assert len(one.key) == 32
 
 
+def test_a_line_that_is_too_long_has_another_key_if_its_end_changed(tmp_path):
+    lines = [b"3" * 40, b"3" * 39 + b"4", b"3" * 40, b""]
+    one, other, same = read_input(written(tmp_path / "in", *lines), 30)
+    assert one.key == same.key != other.key
+
+
 @pytest.mark.parametrize(
     ("raw", "custom_id", "code", "says"),
     [

@@ -86,6 +86,13 @@ def put_together(events: list[dict]) -> dict:
     return message | delta["delta"] | {"usage": delta["usage"]}
 
 
+def test_a_text_comes_as_it_grows(serve):
+    events = events_of(post(serve, FakeEngine("hello world", window=1), stream=True))
+    texts = [one["delta"]["text"] for one in events if one["type"] == "content_block_delta"]
+    assert len(texts) > 5
+    assert "".join(texts) == "hello world"
+
+
 CALLS = {"tool_call_parser": "hermes"}
 REASONS = {"reasoning_parser": "deepseek_r1"}
 CASES = {

@@ -216,8 +216,22 @@ VARIABLES = (
     "{{ enable_thinking }}|{{ reasoning_effort }}"
     "{% for one in messages %}|{{ one.reasoning }}|{{ one.tool_call_id }}{% endfor %}"
 )
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "3"}
+ANSWERED = {"role": "user", "content": [RESULT]}
 SAME = {
     "a conversation": (HISTORY, {"messages": CHAT}),
+    "results alone": (
+        {"messages": [*HI["messages"], HISTORY["messages"][3], ANSWERED]},
+        {"messages": [*HI["messages"], CHAT[2], CHAT[3]]},
+    ),
+    "a question without a text": (
+        {"messages": [{"role": "user", "content": []}]},
+        {"messages": [{"role": "user", "content": ""}]},
+    ),
+    "variables of the template": (
+        {"chat_template_kwargs": {"enable_thinking": 7}},
+        {"chat_template_kwargs": {"enable_thinking": 7}},
+    ),
     "an answer to go on with": (
         {"messages": [*HI["messages"], {"role": "assistant", "content": "I am"}]},
         {

@@ -64,6 +64,7 @@ def streamed(serve, said: str | FakeEngine, server=None, **body) -> list:
         event = EVENT.validate_python(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {event.type}"
         assert event.sequence_number == number
+        assert getattr(event, "content_index", 0) == 0
         found.append(event)
     return found
 
@@ -223,6 +224,20 @@ def test_a_response_has_the_id_that_the_client_gave(serve):
     assert "mine" not in response.output[0].id
     events = streamed(serve, TEXT, request_id="mine")
     assert {events[0].response.id, events[-1].response.id} == {"mine"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({}, False),
+        ({"top_logprobs": 0}, False),
+        ({"top_logprobs": 1}, True),
+        ({"include": ["message.output_text.logprobs"]}, True),
+    ],
+)
+def test_log_probabilities_are_told_in_either_way(serve, asked, told):
+    (item,) = whole(serve, TEXT, **asked).output
+    assert bool(item.content[0].logprobs) == told
 
 
 def test_log_probabilities_are_those_of_the_text(serve):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from helpers.drafting import CPU, MAX_LEN, NOT_A_TOKEN, Bench, requests_of
 from helpers.lookups import suffix_drafter
 from helpers.suffixes import Options, slow_search
 from helpers.toy import ToyModel
+from sametoken.config import SpeculativeConfig
+from sametoken.drafters import suffix
 from sametoken.state.sequences import TokenHistory
 
 
@@ -53,3 +57,12 @@ def test_drafts_follow_committed_tokens(options, num_texts):
     bench.run(60, 3, check)
     assert found > 20
     assert len(bench.kept) > 3
+
+
+@pytest.mark.parametrize(("wanted", "kept"), [(3, 3), (100, 8)])
+def test_the_history_has_as_many_texts_as_are_wanted_within_its_bytes(monkeypatch, wanted, kept):
+    monkeypatch.setattr(suffix, "_HISTORY_BYTES", 8 * 64 * 8)
+    spec = SpeculativeConfig("suffix", 4, suffix_decoding_max_cached_requests=wanted)
+    backend = SimpleNamespace(suffix=slow_search)
+    placement = SimpleNamespace(backend=backend, device=CPU, max_positions=64)
+    assert suffix.load(spec, ToyModel(3), placement).history.texts.shape == (kept, 64)

@@ -177,6 +177,21 @@ def test_blocks_without_a_state_serve_nobody(kit):
     assert ask(kit, scheduler, "third", spoken(9, 9))[0].num_cached == 8
 
 
+def test_saved_blocks_without_a_state_serve_nobody(kit):
+    """Of four blocks that are cached, three are in swap space."""
+    scheduler = kit.scheduler(num_blocks=8, num_kept_states=4, num_idle_host_blocks=32)
+    ask(kit, scheduler, "first", spoken(17, 17))
+    scheduler.release("first")
+    _, plans = ask(kit, scheduler, "other", tuple(range(24)), max_total=25)
+    assert sum(len(swap.block_ids) for plan in plans for swap in plan.swap_outs) == 3
+    scheduler.release("other")
+    kept = scheduler._states.pool
+    for key in list(kept._state_of):
+        kept.forget(key)
+    admission, plans = ask(kit, scheduler, "second", spoken(17, 17))
+    assert (admission.num_cached, plans[0].swap_ins) == (0, ())
+
+
 def test_a_state_without_its_blocks_serves_nobody(kit):
     scheduler = kit.scheduler(num_kept_states=4)
     ask(kit, scheduler, "first", spoken(9, 9))

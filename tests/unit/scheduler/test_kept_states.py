@@ -73,7 +73,9 @@ def test_half_of_six_states_are_three():
 
 
 def test_a_single_state_serves_an_answer_too():
-    assert StatePool(1).hold() == 0
+    pool = StatePool(1)
+    assert pool.hold() == 0
+    assert pool.keep(b"1") is None, "none is left, and none is evicted"
 
 
 def test_a_chunk_ends_where_a_prompt_s_state_is_kept(kit):
@@ -86,6 +88,15 @@ def test_a_chunk_ends_where_a_prompt_s_state_is_kept(kit):
     admission, (plan,) = ask(kit, scheduler, "second", spoken(18, 18))
     assert admission.num_cached == 16
     assert plan.restored_states[0].state == copy.state
+
+
+def test_a_prompt_may_be_cut_twice(kit):
+    """Where it parts from an earlier one, and at its last block."""
+    scheduler = kit.scheduler(num_kept_states=4)
+    ask(kit, scheduler, "first", spoken(17, 17))
+    scheduler.release("first")
+    _, plans = ask(kit, scheduler, "second", (*spoken(10, 10), *range(20)))
+    assert [row.num_query for plan in plans for row in plan.requests] == [8, 20, 2]
 
 
 def test_a_short_prompt_is_not_cut(kit):

@@ -474,13 +474,14 @@ def test_who_replays_returns_to_blocks_for_all_of_it(kit):
     scheduler.add(kit.request("young", 15, max_total=18))
     while not scheduler.num_swapped:
         kit.step(scheduler)
-    # Fifteen positions, the token after them and the lookahead need five.
+    # Sixteen positions, the token after them and the lookahead need five.
     assert scheduler._pool.num_available == 4
     assert kit.rows(kit.step(scheduler)[0]) == [(0, 1, 0, True)]
     scheduler.release("old")
     plan, _ = kit.step(scheduler)
     assert [len(one.block_ids) for one in plan.block_assignments] == [5]
     assert (plan.restarts, plan.requests[0].replays) == ((1,), True)
+    assert scheduler._running["young"].num_replayed == 16
     # Its third chunk ends where the prompt ends, whose next token is known.
     while scheduler._running["young"].replays:
         plan, updates = kit.step(scheduler)

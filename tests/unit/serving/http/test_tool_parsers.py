@@ -261,8 +261,8 @@ MINIMAX = {
         "I look. then", (FoundCall("f", '{"city": "Paris", "days": 3}'), FoundCall("now", "{}"))
     ),
     # A value is all that is between its tags, whatever it is.
-    minimax(invoke(("city", "\n a\n"), ("place", '{"a": [1]}'), ("days", "[1"))): called(
-        '{"city": "\\n a\\n", "place": {"a": [1]}, "days": "[1"}'
+    minimax(invoke(("city", "\n a\n"), ("place", '{"a": [1]}'), ("days", "[é"))): called(
+        '{"city": "\\n a\\n", "place": {"a": [1]}, "days": "[é"}'
     ),
     minimax(
         invoke(), invoke(("city", f"{MINIMAX_TAGS[1]}</invoke></parameter> <b")), invoke()
@@ -419,11 +419,11 @@ GEMMA = {
     gemma('city:@Paris, "the" {c} <b>@,a b:[@x@,-1.5,true,{k:None}],@q@:{}}'): called(
         '{"city": "Paris, \\"the\\" {c} <b>", "a b": ["x", -1.5, true, {"k": null}], "q": {}}'
     ),
-    gemma(f"x:@a {GEMMA_END} b@}}") + " then": called(
-        f'{{"x": "a {GEMMA_END} b"}}', content=" then"
+    gemma(f"x:@é {GEMMA_END} b@}}") + " then": called(
+        f'{{"x": "é {GEMMA_END} b"}}', content=" then"
     ),
-    gemma(" x : Paris , y : 1 }"): called('{"x": "Paris", "y": 1}'),
-    gemma("x:@cut of <|", end=""): called('{"x": "cut of '),
+    gemma(" x : Paris , é : 1 }"): called('{"x": "Paris", "é": 1}'),
+    gemma("x:@cut é <|", end=""): called('{"x": "cut é '),
     gemma("x:12", end=""): called('{"x": '),
     gemma("x:@a") + " then": called('{"x": "a"', content=" then"),
     gemma("x:1}", end="") + gemma("}", "g", end=f" {GEMMA_END[:4]}"): Parsed(
@@ -466,7 +466,7 @@ OLMO = {
     olmo(f"f(x='a {OLMO_TAGS[1]}\n b')") + " then": called(
         f'{{"x": "a {OLMO_TAGS[1]}\\n b"}}', content=" then"
     ),
-    olmo("a.b-c(x=007, y=1_0)"): called('{"x": "007", "y": "1_0"}', "a.b-c"),
+    olmo("a.b-c(x=007, y=1_é)"): called('{"x": "007", "y": "1_é"}', "a.b-c"),
     olmo("f(x=1") + " then": called('{"x": 1', content=" then"),
     olmo("f(x='a'"): called('{"x": "a"'),
     olmo("f(x='cut of\\", end=""): called('{"x": "cut of'),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sametoken.errors import SametokenError
 from sametoken.layers.parallel import TensorParallel
+from sametoken.ops.flat_memory import flat_memory
 
 _logger = logging.getLogger(__name__)
 
@@ -145,8 +146,7 @@ def _close(sockets: Sequence[socket.socket]) -> None:
 
 def _bytes(x: Tensor) -> Tensor:
     """The memory of a tensor, [n] uint8; of a copy if it is not contiguous."""
-    # A single element is contiguous with any stride, but only a stride of 1 is one of bytes.
-    return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
+    return flat_memory(x.contiguous())
 
 
 def _send(sock: socket.socket, data: Tensor) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sametoken.distributed.nccl import NcclGroup, read_unique_id
 from sametoken.errors import WeightUpdateError
+from sametoken.ops.flat_memory import flat_memory
 from sametoken.types.weight_updates import GLOO, NCCL, Rendezvous
 
 _distributed: Any = torch.distributed
@@ -71,7 +72,7 @@ class TrainerGroup:
         if not tensor.numel():
             return
         try:
-            self._group.broadcast(tensor.view(-1).view(torch.uint8))
+            self._group.broadcast(flat_memory(tensor))
         except RuntimeError as error:
             raise self._lost(error) from error
 

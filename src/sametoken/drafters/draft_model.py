@@ -21,12 +21,11 @@ from sametoken.drafters.base import (
 from sametoken.drafters.context import Coupling, DraftContext
 from sametoken.models.base import CausalLM
 from sametoken.models.decoder import Decoder
-from sametoken.models.load.linear_format import UNQUANTIZED
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.sources import TensorSource
 from sametoken.models.load.weights import WeightReader
 from sametoken.models.loader import load_model, read_config
-from sametoken.models.registry import is_even, model_class
+from sametoken.models.registry import is_divisible, model_class
 from sametoken.ops.backend import Kernels
 from sametoken.ops.cache_types import divided
 from sametoken.ops.step.types import Chains
@@ -124,9 +123,8 @@ def needs_of(
     path = Path(spec.model or "")
     config = read_config(path, load_format=load_format)
     family = model_class(config.architecture)
-    # A rank's columns may not begin within a group of quantized weights.
-    is_quantized = read_quantization(config.extra, str(path)) is not UNQUANTIZED
-    num_ranks = size if not is_quantized and is_even(family, config, size) else 1
+    quantization = read_quantization(config.extra, str(path))
+    num_ranks = size if is_divisible(family, config, quantization, size) else 1
     caches = divided(family.caches_of(config, dtype, str(path)), num_ranks)
     return DrafterNeeds((), caches, lookahead_slots(spec.num_model_tokens), num_ranks)
 

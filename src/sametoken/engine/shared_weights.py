@@ -26,6 +26,7 @@ from sametoken.models.in_place import Replacement
 from sametoken.models.load.adapter import AdapterConfig, StoredAdapter
 from sametoken.models.load.sent import SentTensors
 from sametoken.models.load.sources import TensorSource
+from sametoken.ops.flat_memory import flat_memory
 from sametoken.types.units import in_units
 from sametoken.types.weight_updates import MODEL
 
@@ -313,7 +314,7 @@ def _in_memory(source: TensorSource) -> tuple[HostMemory, LoadShare]:
     for place in found:
         first = place.first
         for chunk in source.stored_chunks(place.name):
-            rows = chunk.contiguous().view(-1).view(torch.uint8)
+            rows = flat_memory(chunk.contiguous())
             memory.bytes[first : first + len(rows)].copy_(rows)
             first += len(rows)
     return memory, LoadShare(0, memory.path, len(memory.bytes), found)

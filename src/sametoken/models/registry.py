@@ -20,6 +20,7 @@ from sametoken.models.gpt_oss import GptOssForCausalLM
 from sametoken.models.granite import GraniteForCausalLM, GraniteMoeHybridForCausalLM
 from sametoken.models.hunyuan_dense import HunYuanDenseV1ForCausalLM
 from sametoken.models.llama import LlamaForCausalLM
+from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
 from sametoken.models.minimax_m2 import MiniMaxM2ForCausalLM
 from sametoken.models.mistral import (
     Ministral3ForCausalLM,
@@ -131,12 +132,18 @@ def require_divisible(config: ModelConfig, size: int) -> None:
         _require_even(model_class(config.architecture), config, size)
 
 
-def is_even(model: type[Decoder], config: ModelConfig, size: int) -> bool:
-    """Whether ``size`` ranks divide the heads and features of a model of that class evenly.
+def is_divisible(
+    model: type[Decoder], config: ModelConfig, quantization: Quantization, size: int
+) -> bool:
+    """Whether ``size`` ranks divide a model of that class: unquantized, and evenly.
+
+    A rank's columns may not begin within a quantized group.
 
     Raises:
         CheckpointError: a size is missing or impossible.
     """
+    if quantization is not UNQUANTIZED:
+        return False
     try:
         _require_even(model, config, size)
     except ConfigError:

@@ -52,6 +52,7 @@ from sametoken.models.blocks import (
     load_norm,
     rotary_of,
 )
+from sametoken.models.decoder import Decoder
 from sametoken.models.heads.base import (
     EagleHead,
     HeadCheckpoint,
@@ -61,7 +62,6 @@ from sametoken.models.heads.base import (
     require_sizes,
 )
 from sametoken.models.heads.layer_config import (
-    is_even_head,
     layer_windows,
     read_head_quantization,
     read_layer_config,
@@ -70,6 +70,7 @@ from sametoken.models.heads.reader import HeadReader
 from sametoken.models.load.files import read_settings
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, WeightReader
+from sametoken.models.registry import is_divisible
 from sametoken.ops.backend import AttentionRows, KeptRows, RotaryTable
 from sametoken.ops.cache_types import PagedKV
 from sametoken.state.caches import ModelCache
@@ -191,7 +192,7 @@ class Eagle1Checkpoint(HeadCheckpoint[Eagle1Head]):
 
     def is_divisible(self, size: int) -> bool:
         """See ``HeadCheckpoint``."""
-        return is_even_head(self.quantization, self.config.layer, size)
+        return is_divisible(Decoder, self.config.layer, self.quantization, size)
 
     def caches(self, dtype: torch.dtype) -> tuple[PagedKV, ...]:
         """See ``HeadCheckpoint``."""

@@ -66,6 +66,7 @@ from sametoken.models.blocks import (
     load_norm,
     rotary_of,
 )
+from sametoken.models.decoder import Decoder
 from sametoken.models.heads.base import (
     EagleHead,
     HeadCheckpoint,
@@ -76,7 +77,6 @@ from sametoken.models.heads.base import (
     require_sizes,
 )
 from sametoken.models.heads.layer_config import (
-    is_even_head,
     layer_windows,
     read_head_quantization,
     read_layer_config,
@@ -88,6 +88,7 @@ from sametoken.models.load.files import read_settings
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.settings import COMPARE, MAX_LAYERS, Settings
 from sametoken.models.load.weights import Part, WeightReader
+from sametoken.models.registry import is_divisible
 from sametoken.ops.backend import AttentionRows, KeptRows
 from sametoken.ops.cache_types import PagedKV
 from sametoken.state.caches import ModelCache
@@ -316,7 +317,7 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
 
     def is_divisible(self, size: int) -> bool:
         """See ``HeadCheckpoint``."""
-        return is_even_head(self.quantization, self.config.layer, size)
+        return is_divisible(Decoder, self.config.layer, self.quantization, size)
 
     def caches(self, dtype: torch.dtype) -> tuple[PagedKV, ...]:
         """See ``HeadCheckpoint``."""

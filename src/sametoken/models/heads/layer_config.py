@@ -7,7 +7,6 @@ from reprlib import repr as short
 
 from sametoken.errors import CheckpointError
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import Decoder
 from sametoken.models.heads.base import refuse
 from sametoken.models.heads.stored_names import NamedAsStored
 from sametoken.models.layer_types import FULL, WINDOWED, sliding_windows
@@ -15,7 +14,6 @@ from sametoken.models.load.huggingface import model_config
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.settings import COMPARE, Settings
-from sametoken.models.registry import is_even
 
 
 def read_layer_config(head: Settings) -> ModelConfig:
@@ -70,14 +68,6 @@ def layer_windows(layer: ModelConfig, location: str) -> list[int | None]:
     if not settings.names("layer_types") and not settings.switch("use_sliding_window"):
         return [None] * layer.num_layers
     return sliding_windows(layer, location)
-
-
-def is_even_head(quantization: Quantization, layer: ModelConfig, size: int) -> bool:
-    """Whether ``size`` ranks divide a head of such layers: unquantized, and evenly.
-
-    A rank's columns may not begin within a quantized group.
-    """
-    return quantization is UNQUANTIZED and is_even(Decoder, layer, size)
 
 
 def read_head_quantization(head: Settings) -> Quantization:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sametoken.ops.flat_memory import flat_memory
 from sametoken.ops.launch_sizes import cdiv
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 from sametoken.ops.peers import BLOCK_BYTES, FLAG_BYTES, PeerBuffers
@@ -48,18 +49,13 @@ def partial_sum(
 def gather(own: Tensor, peers: PeerBuffers) -> Tensor:
     """[...] of every rank, bit for bit, to [size, ...] in rank order."""
     out = own.new_empty((peers.size, *own.shape))
-    words = _words(own.contiguous(), torch.uint8)
+    words = flat_memory(own.contiguous())
     if len(words) % 4 == 0 and words.storage_offset() % 4 == 0:
         words = words.view(torch.int32)
     width = 1 if len(words) % _VECTOR else _VECTOR
-    gathered = _words(out, words.dtype)
+    gathered = flat_memory(out, words.dtype)
     _launch(_exchange_kernel, words, None, gathered, peers, width, _BLOCK.value, SUM=False)
     return out
-
-
-def _words(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The memory of a contiguous tensor; of one element any stride is."""
-    return x.as_strided((x.numel(),), (1,)).view(dtype)
 
 
 def _gains_by_parts(length: int, size: int) -> bool:
@@ -107,11 +103,7 @@ def _exchange_kernel(
         at = first + lanes
         inside = at < rows * WIDTH
         mine = tl.load(own + at, inside, other=0)
-        for rank in tl.static_range(len(buffers)):
-            if rank != RANK:
-                block = _block_of(buffers, rank, channel, count, RANK, CHANNELS, mine.dtype)
-                tl.store(block, mine, inside)
-        _meet(buffers, stopped, channel, count, RANK)
+        _exchange(mine, inside, buffers, stopped, channel, count, RANK, CHANNELS)
         if SUM:
             total = _total(mine, inside, at, bias, buffers, channel, count, WIDTH, RANK, CHANNELS)
             tl.store(out + at, total.to(out.dtype.element_ty), inside)
@@ -160,11 +152,7 @@ def _sum_in_parts_kernel(
         rounded = total.to(out.dtype.element_ty)
         tl.store(out + at, rounded, inside)
         count += 1
-        for rank in tl.static_range(SIZE):
-            if rank != RANK:
-                block = _block_of(buffers, rank, channel, count, RANK, CHANNELS, rounded.dtype)
-                tl.store(block, rounded, inside)
-        _meet(buffers, stopped, channel, count, RANK)
+        _exchange(rounded, inside, buffers, stopped, channel, count, RANK, CHANNELS)
         for rank in tl.static_range(SIZE):
             if rank != RANK:
                 at = first + rank * _BLOCK + lanes
@@ -194,6 +182,18 @@ def _total(
     if bias is not None:
         total += tl.load(bias + at % WIDTH, inside, other=0.0).to(tl.float32)
     return total
+
+
+@triton.jit
+def _exchange(
+    mine, inside, buffers, stopped, channel, count, RANK: tl.constexpr, CHANNELS: tl.constexpr
+):
+    """Write a block into the buffers of the others, and wait until theirs have come."""
+    for rank in tl.static_range(len(buffers)):
+        if rank != RANK:
+            block = _block_of(buffers, rank, channel, count, RANK, CHANNELS, mine.dtype)
+            tl.store(block, mine, inside)
+    _meet(buffers, stopped, channel, count, RANK)
 
 
 @triton.jit

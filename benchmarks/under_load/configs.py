@@ -49,6 +49,7 @@ CONFIGS = {
         {"sametoken": 31.0, "vllm": 31.0},
         {"method": "eagle3", "model": "eagle3-qwen3-8b", **SYNTHETIC},
     ),
+    "small": Config("qwen3-0.6b", DENSE_LEN, _KV),
     "llama": Config("llama-3.1-8b", DENSE_LEN, _KV),
     "llamaeagle3": Config(
         "llama-3.1-8b",

@@ -55,6 +55,14 @@ QWEN3_8B = _BF16 | {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000,
 }
+# Qwen/Qwen3-0.6B
+QWEN3_06B = QWEN3_8B | {
+    "tie_word_embeddings": True,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+}
 # meta-llama/Llama-3.1-8B
 LLAMA_8B = QWEN3_8B | {
     "architectures": ["LlamaForCausalLM"],
@@ -344,6 +352,7 @@ SHAPES = {
     "llama-3.1-8b": LLAMA_8B,
     "eagle3-llama-3.1-8b": LLAMA_8B | _HEAD,
     "qwen35-9b": QWEN35_9B,
+    "qwen3-0.6b": QWEN3_06B,
     "qwen3-8b": QWEN3_8B,
     "eagle3-qwen3-8b": QWEN3_8B | _HEAD,
     "qwen3-8b-fp8": QWEN3_8B | FP8,

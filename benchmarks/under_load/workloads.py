@@ -33,6 +33,7 @@ WORKLOADS = {
     "plain": [*DENSE, "mixed:384", *LONG, *NGRAM, "asked"],
     "eagle3": [*FEW, "mixed:384", "long:8x16384"],
     **{name: [*STEPS, *LONG] for name in ("llama", "llamaeagle3")},
+    "small": [*FEW, "mixed:384", "long:8x100", "long:64x100"],
     "q35": [*FEW, "mixed:384", "long:8x16384", "long:1x32000"],
     "q35mtp3": [*FEW, "mixed:384"],
     "ngram5": NGRAM,

@@ -201,7 +201,7 @@ def _assemble(loaded: Loaded, ranks: Ranks, announce: Callable[[str], None]) -> 
         sequences, loaded.target, backend.model, table, grammars, ranks.parallel, mode
     )
     caches = (kv, *drafter.kv_caches)
-    launcher, adapters = _launchers(loaded, step, processing, experts, announce)
+    launcher, adapters = _launchers(loaded, ranks, step, processing, experts, announce)
     return StepRunner(
         step=step,
         processing=processing,
@@ -234,6 +234,7 @@ def _chances(loaded: Loaded, table: SamplingTable) -> Chances | None:
 
 def _launchers(
     loaded: Loaded,
+    ranks: Ranks,
     step: Step,
     processing: LogitsProcessing,
     experts: Recorder,
@@ -242,28 +243,33 @@ def _launchers(
     """What runs the target's steps, and those of requests with adapters."""
     adapted = loaded.adapted
     if adapted is None:
-        (launcher,) = _launch([step], loaded, processing, announce)
+        (launcher,) = _launch([step], loaded, ranks, processing, announce)
         return launcher, NO_STEP_ADAPTERS
     by_slot = AdaptedSteps.slots(loaded.resolved.config.max_num_seqs, loaded.resolved.device)
     target = AdaptedTarget(experts.over(adapted.decoder), adapted.rows, by_slot)
     both = [step, replace(step, model=target, all_states=True)]
-    launcher, own = _launch(both, loaded, processing, announce)
+    launcher, own = _launch(both, loaded, ranks, processing, announce)
     return launcher, AdaptedSteps(by_slot, adapted.places, own)
 
 
 def _launch(
     steps: Sequence[Step],
     loaded: Loaded,
+    ranks: Ranks,
     processing: LogitsProcessing,
     announce: Callable[[str], None],
 ) -> Sequence[Launcher]:
     if loaded.resolved.device.type != "cuda":
         return [EagerLauncher(step) for step in steps]
     # Only CUDA builds of torch include Triton.
-    from sametoken.engine.build_gpu import gpu_launchers
+    from sametoken.engine.build_gpu import captured_rows, gpu_launchers
 
-    sparse = bool(loaded.mixtures)
-    return gpu_launchers(steps, processing, loaded.resolved, announce, sparse=sparse)
+    # Ranks that padded a step to different rows would wait for each other for ever.
+    most_rows = ranks.broadcast_object(
+        captured_rows(_reads(loaded).row_bytes, loaded.resolved.model.num_layers)
+    )
+    sparse, resolved = bool(loaded.mixtures), loaded.resolved
+    return gpu_launchers(steps, processing, resolved, announce, most_rows=most_rows, sparse=sparse)
 
 
 def _allocate(loaded: Loaded, caches: tuple[LayerCache, ...]) -> ModelCache:

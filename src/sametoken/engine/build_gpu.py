@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import torch
@@ -12,7 +12,7 @@ from sametoken.engine.resolve import ResolvedConfig
 from sametoken.engine.step_memory import mixers_of
 from sametoken.layers.slices import SLICE_ROWS
 from sametoken.ops.compile_ahead import compiled_ahead
-from sametoken.ops.launch_sizes import ROW_MULTIPLE
+from sametoken.ops.launch_sizes import ROW_MULTIPLE, next_power_of_2
 from sametoken.ops.model.latent_attention.heads_triton import MANY_ROWS
 from sametoken.ops.model.latent_attention.hopper import FEW_TILES, PAIR_QUERIES, choose
 from sametoken.ops.model.latent_attention.shape import ExpandedShape, LatentShape
@@ -25,17 +25,20 @@ from sametoken.types.fast_prompts import ExpandedChunk
 from sametoken.types.layout import StepShape, padded
 from sametoken.types.units import in_units
 
-#: Larger steps run without a graph: computing them takes longer than launching.
-MOST_ROWS = 1536
+#: Rows up to which steps of every model are captured, and beyond which those of none are.
+MOST_ROWS, LIMIT_ROWS = 1536, 8192
 
-#: Captured steps with prompts: maximum decoding requests, maximum prompts, and row counts.
-MIXED = (
-    (0, 1, (64, *range(128, 513, 128))),
-    (8, 2, (64, *range(128, 513, 128))),
-    (64, 4, range(128, 1025, 128)),
-)
-#: The same at ``max_num_seqs`` decoding requests: maximum prompts and row counts.
-MIXED_FULL_BATCH = (4, range(384, MOST_ROWS + 1, 128))
+#: Bytes that the device could read while the host launches a layer's kernels, 0.4 to 1 ms.
+LAUNCHED_BYTES = 2_000_000_000
+
+#: Captured steps with few prompts: maximum decoding requests, maximum prompts; and row counts.
+FEW_PROMPTS = ((0, 1), (8, 2))
+FEW_PROMPTS_ROWS = (64, *range(128, 513, 128))
+#: With more prompts: decoding requests up to the first number or ``max_num_seqs``, the first row
+#: counts of each, and the last of the first.
+SOME_WINDOWS, SOME_ROWS, FULL_BATCH_ROWS = 64, (128, 1024), 384
+#: Their maximum prompts: the first number, or one for each of these rows if those are more.
+MANY_PROMPTS, PROMPT_ROWS = 4, 64
 
 #: Prompts, rows and the longest prompt's rows of steps without a graph that run, beside that of the
 #: longest chunk, every form of attention; None: as many prompts as there are requests.
@@ -62,6 +65,7 @@ def gpu_launchers(
     resolved: ResolvedConfig,
     announce: Callable[[str], None],
     *,
+    most_rows: int,
     sparse: bool,
 ) -> Sequence[Launcher]:
     """Capture steps in CUDA graphs, unless ``enforce_eager``.
@@ -71,6 +75,7 @@ def gpu_launchers(
         processing: logits processing, which is warmed up too.
         resolved: the engine's settings.
         announce: called with the number of proofs and graphs, and their cost.
+        most_rows: of ``captured_rows``.
         sparse: the model has experts.
     """
     config, (step, *_) = resolved.config, steps
@@ -79,7 +84,10 @@ def gpu_launchers(
     if config.enforce_eager:
         return eager
     sizes = (config.max_num_seqs, k, config.max_num_batched_tokens)
-    shapes = [captured_shapes(*sizes, all_states=one.all_states, sparse=sparse) for one in steps]
+    shapes = [
+        captured_shapes(*sizes, most_rows, all_states=one.all_states, sparse=sparse)
+        for one in steps
+    ]
     kernels = step.kernels
     assert isinstance(kernels, TritonKernels)
     counts = row_counts(shapes[0], config.max_num_batched_tokens, config.max_num_seqs)
@@ -135,28 +143,43 @@ def _proven(
     )
 
 
+def captured_rows(row_bytes: float, num_layers: int) -> int:
+    """The most rows of a captured step: computing more takes longer than launching the kernels.
+
+    Args:
+        row_bytes: as in ``StepReads``.
+        num_layers: of the target.
+    """
+    return max(MOST_ROWS, min(LIMIT_ROWS, int(num_layers * LAUNCHED_BYTES / row_bytes)))
+
+
 def captured_shapes(
-    max_num_seqs: int, k: int, max_rows: int, *, all_states: bool = False, sparse: bool = False
+    max_num_seqs: int,
+    k: int,
+    max_rows: int,
+    most_rows: int = MOST_ROWS,
+    *,
+    all_states: bool = False,
+    sparse: bool = False,
 ) -> tuple[StepShape, ...]:
-    """Shapes of steps with windows only, then of small steps with prompts; each ascending.
+    """Shapes of steps with windows only, then of steps with prompts; each ascending.
 
     Args:
         max_num_seqs: maximum concurrent requests.
         k: maximum drafts per request.
         max_rows: maximum rows per step.
+        most_rows: of ``captured_rows``; only steps with prompts have more than ``MOST_ROWS``.
         all_states: as in ``StepShape``.
         sparse: the model has experts.
     """
-    most = min(max_rows, MOST_ROWS)
-    batch_chunks, batch_rows = MIXED_FULL_BATCH
-    mixed = [
+    mixed = {
         StepShape(windows + chunks, rows, sampled, windows, k + 1, rows, all_states)
-        for windows, chunks, sizes in (*MIXED, (max_num_seqs, batch_chunks, batch_rows))
-        for rows in sizes
+        for windows, chunks, rows in _mixed(max_num_seqs, min(max_rows, most_rows))
         for sampled in _sampled(windows, chunks, rows, k)
-        if windows <= max_num_seqs and windows + chunks <= rows <= most
-    ]
-    return (*_windows(max_num_seqs, k, most, sparse), *sorted(set(mixed), key=_by_size))
+        if windows + chunks <= rows
+    }
+    windows_only = _windows(max_num_seqs, k, min(max_rows, MOST_ROWS), sparse)
+    return (*windows_only, *sorted(mixed, key=_by_size))
 
 
 def eager_shapes(
@@ -248,9 +271,29 @@ def _windows(max_num_seqs: int, k: int, most: int, sparse: bool) -> list[StepSha
     return sorted(shapes, key=_by_size)
 
 
+def _mixed(max_num_seqs: int, most: int) -> Iterator[tuple[int, int, int]]:
+    """Decoding requests, prompts and rows of captured steps with prompts."""
+    first, last = SOME_ROWS
+    many = ((SOME_WINDOWS, first, min(last, most)), (max_num_seqs, FULL_BATCH_ROWS, most))
+    sizes = [(*few, rows) for few in FEW_PROMPTS for rows in FEW_PROMPTS_ROWS]
+    for windows, begin, end in many:
+        for rows in _row_counts(begin, end):
+            prompts = min(max(MANY_PROMPTS, rows // PROMPT_ROWS), max_num_seqs)
+            sizes.append((windows, prompts, rows))
+    return (size for size in sizes if size[0] <= max_num_seqs and size[2] <= most)
+
+
+def _row_counts(first: int, last: int) -> Iterator[int]:
+    """Multiples of 128, from 2,048 on of an eighth of a power of two: few rows are padding."""
+    while first <= last:
+        yield first
+        first += max(128, next_power_of_2(first + 1) // 16)
+
+
 def _sampled(windows: int, chunks: int, num_rows: int, k: int) -> set[int]:
     """Sampled row counts to capture: no draft, one draft or k drafts per window."""
-    return {min(windows * rows + chunks, num_rows) for rows in (1, 2, k + 1) if rows <= k + 1}
+    most = min(num_rows, MOST_ROWS)
+    return {min(windows * rows + chunks, most) for rows in (1, 2, k + 1) if rows <= k + 1}
 
 
 def _by_size(shape: StepShape) -> tuple[int, int, int]:

@@ -246,7 +246,7 @@ def _expanded_bytes(
 def _launches(config: EngineConfig, max_len: int) -> Launches:
     """Launches of attention in all steps of a GPU engine."""
     # Only CUDA builds of torch come with Triton.
-    from sametoken.engine.build_gpu import captured_shapes
+    from sametoken.engine.build_gpu import LIMIT_ROWS, captured_shapes
 
     k, max_rows = config.num_speculative_tokens, _up(config.max_num_batched_tokens, ROW_MULTIPLE)
     # Drafters run a row more of every request.
@@ -259,7 +259,9 @@ def _launches(config: EngineConfig, max_len: int) -> Launches:
     ]
     captured = {
         Runs(shape.num_chunks, shape.max_rows, shape.max_rows + more)
-        for shape in captured_shapes(config.max_num_seqs, k, config.max_num_batched_tokens)
+        for shape in captured_shapes(
+            config.max_num_seqs, k, config.max_num_batched_tokens, LIMIT_ROWS
+        )
         if shape.num_chunks
     }
     return Launches(

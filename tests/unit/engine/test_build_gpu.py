@@ -15,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sametoken.engine.build_gpu import (
+    LIMIT_ROWS,
     MOST_ROWS,
+    captured_rows,
     captured_shapes,
     gpu_launchers,
     row_counts,
@@ -34,17 +36,19 @@ from sametoken.types.layout import StepLayout, StepShape, padded
 from sametoken.types.plan import ScheduledRequest, StepPlan
 
 sizes = st.tuples(st.integers(1, 300), st.sampled_from([0, 1, 3, 7, 64]), st.integers(64, 9000))
+most_rows = st.integers(MOST_ROWS, LIMIT_ROWS)
 
 
-@given(sizes, st.booleans())
-def test_shapes_are_of_sizes_that_a_step_may_have(asked, sparse):
+@given(sizes, most_rows, st.booleans())
+def test_shapes_are_of_sizes_that_a_step_may_have(asked, most, sparse):
     max_num_seqs, k, max_rows = asked
-    shapes = captured_shapes(*asked, sparse=sparse)
+    shapes = captured_shapes(*asked, most, sparse=sparse)
     assert len(set(shapes)) == len(shapes)
     for shape in shapes:
-        assert shape.num_requests <= shape.num_rows <= min(max_rows, MOST_ROWS)
+        assert shape.num_requests <= shape.num_rows <= min(max_rows, most)
         assert shape.num_windows <= max_num_seqs
-        assert shape.num_sampled <= shape.num_rows
+        # Logits are most of a graph's memory.
+        assert shape.num_sampled <= min(shape.num_rows, MOST_ROWS)
         assert shape.max_window <= k + 1
         if shape.all_sampled:
             assert shape.num_sampled == shape.num_rows
@@ -58,11 +62,29 @@ def test_shapes_are_of_sizes_that_a_step_may_have(asked, sparse):
         assert [shape.num_rows for shape in kind] == sorted(shape.num_rows for shape in kind)
 
 
-@given(sizes, st.booleans())
-def test_no_shape_is_captured_for_nothing(asked, sparse):
-    shapes = captured_shapes(*asked, sparse=sparse)
+@given(sizes, most_rows, st.booleans())
+def test_no_shape_is_captured_for_nothing(asked, most, sparse):
+    shapes = captured_shapes(*asked, most, sparse=sparse)
     for shape in shapes:
         assert next(one for one in shapes if one.holds(shape)) == shape
+
+
+@given(st.integers(1, 300), st.sampled_from([0, 3, 64]), most_rows, st.data())
+def test_crowds_of_prompts_run_in_a_shape_hardly_padded(max_num_seqs, k, most, data):
+    """Up to the most rows, of which an eighth at most is padding: computing it takes time."""
+    rows = data.draw(st.integers(1025, most * 7 // 8))
+    prompts = data.draw(st.integers(1, min(max_num_seqs, rows // 64)))
+    step = StepShape(prompts, rows, prompts, 0, k + 1, rows - prompts + 1)
+    shapes = captured_shapes(max_num_seqs, k, LIMIT_ROWS, most)
+    found = next(shape for shape in shapes if shape.holds(step))
+    assert found.num_rows - rows < max(128, rows // 8)
+
+
+def test_small_models_have_larger_steps_captured():
+    """Bytes of a row as of Qwen3-0.6B, Qwen3-8B on two GPUs and on one, and of 32B."""
+    rows = [captured_rows(one, layers) for one, layers in ((5e6, 28), (33e6, 36), (66e6, 36))]
+    assert rows == [LIMIT_ROWS, 2181, MOST_ROWS]
+    assert captured_rows(256e6, 64) == MOST_ROWS
 
 
 @given(sizes, st.data())
@@ -97,11 +119,11 @@ def products_of(num_rows):
     return counts - {0}
 
 
-@given(sizes, st.data())
-def test_every_row_count_is_proven(asked, data):
+@given(sizes, most_rows, st.data())
+def test_every_row_count_is_proven(asked, most_captured, data):
     """Of the pass, of the logits, of a drafter's chains, and of a draft model's catch-up."""
     max_num_seqs, k, max_rows = asked
-    shapes = captured_shapes(*asked)
+    shapes = captured_shapes(*asked, most_captured)
     counts = set(row_counts(shapes, max_rows, max_num_seqs))
     windows = data.draw(st.integers(0, min(max_num_seqs, max_rows)))
     chunks = data.draw(st.integers(0 if windows else 1, min(4, max_num_seqs)))
@@ -180,7 +202,7 @@ def test_start_up_compiles_and_compares_every_streamed_kernel_of_a_step(launched
 def test_an_eager_engine_captures_nothing():
     step = SimpleNamespace(sequences=SimpleNamespace(num_speculative_tokens=3, device="cuda"))
     resolved = SimpleNamespace(config=SimpleNamespace(enforce_eager=True))
-    launchers = gpu_launchers([step], None, resolved, print, sparse=False)
+    launchers = gpu_launchers([step], None, resolved, print, most_rows=MOST_ROWS, sparse=False)
     assert launchers == [EagerLauncher(step, ROW_MULTIPLE)]
 
 

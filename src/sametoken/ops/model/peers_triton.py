@@ -19,14 +19,15 @@ from sametoken.ops.launch_sizes import cdiv
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 from sametoken.ops.peers import BLOCK_BYTES, FLAG_BYTES, PeerBuffers
 
-#: Looks at a flag between two at whether the engine has stopped, which lies in host memory.
-_LOOKS = tl.constexpr(4096)
+#: Looks at a flag, 50 ms or more, between two at whether the engine has stopped. That lies in host
+#: memory, where 4,096 warps read one after another, and a flag that arrives is not seen for 1 ms.
+_LOOKS = tl.constexpr(1 << 18)
 _FLAG_BYTES, _BLOCK_BYTES = tl.constexpr(FLAG_BYTES), tl.constexpr(BLOCK_BYTES)
 #: Elements of a block, of at most four bytes each.
 _BLOCK = tl.constexpr(BLOCK_BYTES // 4)
-#: Bytes that a rank need not send, from which another wait for all ranks is worth it: 1.6 million
-#: are, by 4 us.
-_WORTH_WAITING = 1_400_000
+#: Bytes that a rank need not send, beyond which another wait for all ranks is worth it: 1.3 million
+#: are, by 3.5 us.
+_WORTH_WAITING = 1 << 20
 #: A gather's length is that of whole vectors if it is a multiple of this.
 _VECTOR = 16
 

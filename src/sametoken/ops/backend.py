@@ -75,6 +75,10 @@ class RowRuns:
         long = RunGroup(self.num_short, self.count - self.num_short, self.max_rows)
         return tuple(group for group in (short, long) if group.num_runs and group.max_rows)
 
+    def are_long(self, group: RunGroup) -> bool:
+        """Whether these are the long runs."""
+        return group.first == self.num_short
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionRows:

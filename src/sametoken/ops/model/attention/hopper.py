@@ -27,6 +27,7 @@ from sametoken.ops.model.attention.hopper_kernels import rows_kernel, splits_ker
 from sametoken.ops.model.attention.hopper_sums import kept_shape
 from sametoken.ops.model.attention.schedule import max_splits
 from sametoken.ops.model.attention.scratch import Launches, Scratch, most_bytes, of_splits
+from sametoken.ops.model.attention.tiles import block_runs, most_tiles
 from sametoken.ops.model.attention.tuning import LOG2_E, MAX_PARTIAL_BYTES
 from sametoken.ops.pdl import pdl_options
 
@@ -149,11 +150,6 @@ def choose(
     return table.wide
 
 
-def most_tiles(num_runs: int, width: int, num_rows: int, tile: int) -> int:
-    """Most tiles of ``tile`` rows that runs have, each with a last tile of its own."""
-    return min(num_runs * -(-width // tile), (num_rows + num_runs * (tile - 1)) // tile)
-
-
 def scratch_of(
     group: RunGroup, num_rows: int, shape: AttentionShape, max_seq_len: int, config: HopperConfig
 ) -> Scratch:
@@ -179,12 +175,6 @@ def most_scratch(shape: AttentionShape, launches: Launches) -> int:
 
     place = of_splits(1, shape.num_heads, max_splits(max_seq_len), shape.head_dim)
     return most_bytes(of_launch, place, launches)
-
-
-def block_runs(table: Tensor, group: RunGroup) -> int:
-    """Runs that a program looks at: in an engine one number, whatever the step, for one kernel."""
-    size: int = next_power_of_2(max(len(table) - 1, group.num_runs))
-    return max(128, size)
 
 
 def counters(device: torch.device) -> Tensor:

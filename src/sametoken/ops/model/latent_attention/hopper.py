@@ -20,10 +20,11 @@ from torch import Tensor
 from sametoken.ops.backend import QueryRows, RunGroup
 from sametoken.ops.hopper import MULTIPROCESSORS, is_hopper
 from sametoken.ops.hopper_layouts import boxes
-from sametoken.ops.model.attention.hopper import block_runs, reads_earlier_passes
+from sametoken.ops.model.attention.hopper import reads_earlier_passes
 from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.ops.model.attention.schedule import max_splits
 from sametoken.ops.model.attention.scratch import Launches, Scratch, most_bytes, of_splits
+from sametoken.ops.model.attention.tiles import block_runs, most_tiles
 from sametoken.ops.model.attention.tuning import LOG2_E, MAX_PARTIAL_BYTES
 from sametoken.ops.model.latent_attention.hopper_kernels import join_kernel, splits_kernel
 from sametoken.ops.model.latent_attention.hopper_pair_kernels import (
@@ -150,7 +151,7 @@ def choose(
     one_each = width * num_heads <= queries
     most = FEW_TILES if are_chunks and one_each else MAX_TILES
     fits = tiles <= most and partial_bytes <= MAX_PARTIAL_BYTES
-    programs = most_tiles(num_runs, width, num_rows, num_heads, queries)
+    programs = most_tiles(num_runs, width * num_heads, num_rows * num_heads, queries)
     few = programs < BUSY_PROGRAMS * triton.cdiv(programs, MULTIPROCESSORS)
     if fits and (few or one_each):
         joins = queries == JOINING.queries and tiles >= JOINING_TILES
@@ -158,10 +159,10 @@ def choose(
     return WHOLE_ROWS
 
 
-def most_tiles(num_runs: int, width: int, num_rows: int, num_heads: int, queries: int) -> int:
-    """Most tiles of ``queries`` queries that runs have, each with a last tile of its own."""
-    of_rows = (num_rows * num_heads + num_runs * (queries - 1)) // queries
-    return min(num_runs * -(-width * num_heads // queries), of_rows)
+def _pair_tiles(group: RunGroup, num_rows: int, num_heads: int) -> int:
+    return most_tiles(
+        group.num_runs, group.max_rows * num_heads, num_rows * num_heads, PAIR_QUERIES
+    )
 
 
 def scratch_of(
@@ -171,7 +172,7 @@ def scratch_of(
     if config.programs:
         num_places = group.num_runs * group.max_rows
         return of_splits(num_places, num_heads, max_splits(max_seq_len), RANK)
-    tiles = most_tiles(group.num_runs, group.max_rows, num_rows, num_heads, PAIR_QUERIES)
+    tiles = _pair_tiles(group, num_rows, num_heads)
     return Scratch(tiles * PAIR_QUERIES * RANK)
 
 
@@ -216,7 +217,7 @@ def attention(
     for group in rows.runs.groups if len(q) else ():
         chosen = config or choose(
             group.num_runs, group.max_rows, len(q), q.shape[1], max_seq_len,
-            are_chunks=group.first == rows.runs.num_short,
+            are_chunks=rows.runs.are_long(group),
         )  # fmt: skip
         _launch(q, scale * LOG2_E, rows, memory, out, group, chosen)
     return out
@@ -261,7 +262,7 @@ def _launch_rows(
     scratch: Scratch,
 ) -> None:
     assert config.queries == PAIR_QUERIES
-    tiles = most_tiles(group.num_runs, group.max_rows, len(q), q.shape[1], PAIR_QUERIES)
+    tiles = _pair_tiles(group, len(q), q.shape[1])
     running = q.new_empty(scratch.sums, dtype=torch.float32)
     table = inputs[-2]
     pair_rows_kernel[(tiles,)](

@@ -108,14 +108,7 @@ def test_results_of_splits_stay_within_their_memory():
     assert hopper.choose(256, 4, 1024, QWEN3, 1 << 20) == hopper.table_for(QWEN3).wide
 
 
-def test_padding_runs_add_a_tile_each_at_most():
-    assert hopper.most_tiles(1, 4096, 4096, 32) == 128
-    assert hopper.most_tiles(8, 4096, 4096, 32) == 135
-    assert hopper.most_tiles(256, 1, 4096, 16) == 256
-    for sizes in ([1, 4, 0, 17, 99, 110], [33, 33, 33], [32, 1, 1, 1]):
-        needed = sum(-(-size // 32) for size in sizes)
-        assert needed <= hopper.most_tiles(len(sizes), max(sizes), sum(sizes), 32) <= needed + 6
-    # Eighty rows of one request fill no chip, whatever padding is beside them.
+def test_rows_of_one_request_fill_no_chip_whatever_padding_is_beside_them():
     assert hopper.choose(8, 80, 80, QWEN3, 4096) == hopper.table_for(QWEN3).splits
 
 

@@ -43,7 +43,7 @@ MANY_PROMPTS, PROMPT_ROWS = 4, 64
 #: Prompts, rows and the longest prompt's rows of steps without a graph that run, beside that of the
 #: longest chunk, every form of attention; None: as many prompts as there are requests.
 EAGER = (
-    *((None, 512, longest) for longest in (1, 2, 4, 8)),
+    *((None, 512, longest) for longest in (1, 2, 4, 8, 16, 32, 64, 128)),
     *((1, 64, longest) for longest in (1, 2, 3, 4, 6, 9, 10, 14, 18, 24, 36, 48)),
     *((1, 512, longest) for longest in (8, 12)),
     (1, 1024, 48),

@@ -28,7 +28,7 @@ from sametoken.models.base import StandIn
 from sametoken.models.drafter_config import complete_drafter
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, SampledRows
 from sametoken.ops.launch_sizes import ROW_MULTIPLE
-from sametoken.ops.model.attention import hopper
+from sametoken.ops.model.attention import hopper, triton
 from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.ops.model.latent_attention import hopper as latent_hopper
 from sametoken.ops.model.recurrent.rule import FAST_ROWS
@@ -83,12 +83,12 @@ def steps_of(engine, count: int, *, all_states: bool = False) -> set[StepShape]:
     return {*drawn} - {*compiled_shapes(engine, all_states=all_states)}
 
 
-def attend(shapes, heads: AttentionShape, engine) -> None:
+def attend(shapes, heads: AttentionShape, engine, attention, dtype=torch.bfloat16) -> None:
     """Attention of a layer in these steps: of all rows, and of those whose states are wanted."""
     max_num_seqs, _, _, max_len = engine
     numbers = partial(torch.empty, dtype=torch.int64, device=META)
-    memory = torch.empty(1, heads.num_kv_heads, 64, heads.head_dim, device=META).bfloat16()
-    table, counters = numbers(max_num_seqs + 1, -(-max_len // 64)), numbers(hopper.MAX_COUNTERS)
+    memory = torch.empty(1, heads.num_kv_heads, 64, heads.head_dim, dtype=dtype, device=META)
+    table = numbers(max_num_seqs + 1, -(-max_len // 64))
     for shape in shapes:
         layout, rows = layout_of(shape), numbers(shape.num_rows)
         sampled = numbers(shape.num_sampled)
@@ -97,8 +97,8 @@ def attend(shapes, heads: AttentionShape, engine) -> None:
         for asked in (AttentionRows(rows, rows, rows, table, layout.runs), kept):
             if asked is not None:
                 size = (len(asked.positions), heads.num_heads, heads.head_dim)
-                q = torch.empty(size, dtype=torch.bfloat16, device=META)
-                hopper.attention(q, heads, asked, LayerKV(memory, memory), counters)
+                q = torch.empty(size, dtype=dtype, device=META)
+                attention(q, heads, asked, LayerKV(memory, memory))
 
 
 @pytest.mark.parametrize(
@@ -108,10 +108,37 @@ def attend(shapes, heads: AttentionShape, engine) -> None:
     ids=str,
 )
 def test_start_up_compiles_the_attention_of_every_step(heads, engine):
+    counters = torch.empty(hopper.MAX_COUNTERS, dtype=torch.int64, device=META)
+    attention = partial(hopper.attention, arrived=counters)
     with recorded() as forms:
-        attend(compiled_shapes(engine), heads, engine)
+        attend(compiled_shapes(engine), heads, engine, attention)
         compiled = set(forms)
-        attend(steps_of(engine, 100), heads, engine)
+        attend(steps_of(engine, 100), heads, engine, attention)
+    assert len(compiled) >= 3
+    assert forms == compiled
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "engine"),
+    [
+        ((32, 8, 128), torch.bfloat16, ENGINES[0]),
+        ((4, 2, 128), torch.bfloat16, (512, 0, 4096, 8192)),
+        ((2, 2, 128), torch.bfloat16, (17, 5, 300, 8192)),
+        ((8, 1, 128), torch.bfloat16, (128, 0, 4096, 8192)),
+        ((4, 1, 256), torch.bfloat16, (64, 15, 2048, 8192)),
+        ((2, 1, 512), torch.bfloat16, (128, 0, 4096, 8192)),
+        ((16, 8, 128), torch.float32, ENGINES[2]),
+        ((3, 1, 64), torch.float32, (128, 0, 4096, 8192)),
+    ],
+    ids=str,
+)
+def test_start_up_compiles_the_attention_of_every_chip(heads, dtype, engine):
+    """In Triton, also of a rank's share, and of KV in float8 as of bf16."""
+    shape = AttentionShape(*heads)
+    with recorded() as forms:
+        attend(compiled_shapes(engine), shape, engine, triton.attention, dtype)
+        compiled = set(forms)
+        attend(steps_of(engine, 200), shape, engine, triton.attention, dtype)
     assert len(compiled) >= 3
     assert forms == compiled
 

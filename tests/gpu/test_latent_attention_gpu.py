@@ -209,9 +209,10 @@ def test_company_and_dead_rows_change_no_bit(scene, kernels):
     live = [(0, 5299), (1, 1029), (2, 17), (3, 0)]
     assert torch.equal(run(live), torch.stack([lone[at] for at in live]))
     ragged = [(0, 5299), (4, 0), (1, 1029), (2, 17), (4, 0), (4, 0), (3, 0)]
-    out = run(ragged, runs=runs_of([2, 1, 3, 1], device="cuda"))
-    for row, at in enumerate(ragged):
-        assert torch.equal(out[row], lone[at]) if at in lone else not out[row].any()
+    for num_short in (4, 0):
+        out = run(ragged, runs=runs_of([2, 1, 3, 1], num_short, "cuda"))
+        for row, at in enumerate(ragged):
+            assert torch.equal(out[row], lone[at]) if at in lone else not out[row].any()
 
 
 @needs_hopper

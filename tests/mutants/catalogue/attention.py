@@ -1,4 +1,4 @@
-"""Attention sinks, keys and values in float8, a layer in one call, experts."""
+"""Attention sinks, query tiles, keys and values in float8, a layer in one call, experts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import triton.language as tl
 from mutants.catalogue.planting import LAW, instead_of, mutant
 from mutants.catalogue.shared_tests import NEXTN
 from sametoken.ops.backend import LayerKV
+from sametoken.ops.launch_sizes import cdiv
+from sametoken.ops.model.attention import tiles
 from sametoken.ops.model.attention import triton as attention_triton
 from sametoken.ops.model.attention.arithmetic import with_sink
 from sametoken.ops.model.attention.kv import as_read
@@ -23,6 +25,10 @@ WHOLE_LAYER = (
 SINKS_ONCE = (
     "tests/unit/ops/model/attention/test_triton.py"
     "::test_sinks_join_once_whatever_the_number_of_splits[None-config1]"
+)
+RAGGED_RUNS = (
+    "tests/unit/ops/model/attention/test_triton.py"
+    "::test_ragged_runs_have_the_bits_of_even_ones[config0-None]"
 )
 SINKS_BITS = (
     "tests/e2e/test_parity_families.py::test_a_row_has_the_same_bits_in_every_chunk[gpt_oss-dtype0]"
@@ -54,6 +60,12 @@ def _twice_in_merges(acc, total, peak, sink, scale, KV_LEFT: tl.constexpr):
 @mutant("sink-added-twice-by-the-merge-of-splits", LAW, SINKS_ONCE, "position")
 def merges_add_a_sink_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(attention_triton, "with_sink", _twice_in_merges)
+
+
+@mutant("tiles-counted-as-if-one-run-had-all-rows", LAW, RAGGED_RUNS, "position")
+def runs_share_their_last_tiles(patch: pytest.MonkeyPatch) -> None:
+    """Padded steps launch too few programs if several runs end within a tile."""
+    patch.setattr(tiles, "most_tiles", lambda runs, width, num_rows, tile: cdiv(num_rows, tile))
 
 
 @mutant("sink-left-out-by-rows-alone", LAW, SINKS_BITS, "tokens")

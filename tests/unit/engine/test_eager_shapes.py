@@ -139,7 +139,9 @@ def test_start_up_compiles_the_attention_of_every_chip(heads, dtype, engine):
         attend(compiled_shapes(engine), shape, engine, triton.attention, dtype)
         compiled = set(forms)
         attend(steps_of(engine, 200), shape, engine, triton.attention, dtype)
-    assert len(compiled) >= 3
+    searching = {dict(form)["BLOCK_RUNS"] for _, form in compiled}
+    assert len(searching) == 2
+    assert "0" in searching
     assert forms == compiled
 
 

@@ -65,9 +65,15 @@ def layer(runs, num_rows, window=None, sinks=None):
 EVEN = "layer(RowRuns.even(2, 1), 2)"
 #: Runs, rows and where their starts lie in memory change from step to step; with sinks.
 RAGGED = """
-for count, width in ((1, 1), (2, 3), (16, 16), (17, 1)):
+for count, width in ((1, 1), (2, 3), (4, 16), (17, 1), (32, 1)):
     starts = torch.zeros(count + 2, dtype=torch.int64)[count % 2:][: count + 1]
     layer(RowRuns(count, width, starts, count // 2, width), count * width, 128, torch.zeros(8))
+"""
+#: Chunks of padded steps, among which programs look for theirs.
+PADDED = """
+for count, width in ((3, 16), (16, 33), (60, 64)):
+    starts = torch.zeros(count + 2, dtype=torch.int64)[count % 2:][: count + 1]
+    layer(RowRuns(count, width, starts, 0, 0), width, 128, torch.zeros(8))
 """
 RECURRENT = (
     PDL
@@ -129,7 +135,7 @@ def test_nothing_overtakes_the_kernels_that_write_where_rows_stand(tmp_path):
         assert RELEASE not in code
 
 
-@pytest.mark.parametrize(("launches", "waits"), [(EVEN, 1), (RAGGED, 2)])
+@pytest.mark.parametrize(("launches", "waits"), [(EVEN, 1), (RAGGED, 2), (PADDED, 2)])
 def test_a_layer_waits_before_it_reads_what_the_layer_wrote(launches, waits, tmp_path):
     """Where rows stand, tables and weights come early; q, k, v and parts of the sums do not.
 

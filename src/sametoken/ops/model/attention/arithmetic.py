@@ -237,25 +237,6 @@ def scaled(x, scales, kv_head):
 
 
 @triton.jit
-def tile_rows(starts, first_run, width, TILE_ROWS: tl.constexpr):
-    """This program's query tile: its run's first row, its first row, its end row, and its index.
-
-    The index counts the launch's rows as if all of its runs had ``width`` rows.
-    """
-    tiles_per_run = tl.cdiv(width, TILE_ROWS)
-    run = tl.program_id(0) // tiles_per_run
-    offset = (tl.program_id(0) % tiles_per_run) * TILE_ROWS
-    if starts is None:
-        begin = (first_run + run) * width
-        end = begin + width
-    else:
-        begin = tl.load(starts + first_run + run).to(tl.int32)
-        end = tl.load(starts + first_run + run + 1).to(tl.int32)
-    first = begin + offset
-    return begin, first, tl.minimum(first + TILE_ROWS, end), run * width + offset
-
-
-@triton.jit
 def tile_queries(
     positions,
     slots,

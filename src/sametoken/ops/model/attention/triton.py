@@ -28,7 +28,6 @@ from sametoken.ops.model.attention.arithmetic import (
     scaled,
     split_range,
     tile_queries,
-    tile_rows,
     with_sink,
 )
 from sametoken.ops.model.attention.kv_triton import as_bytes
@@ -39,6 +38,7 @@ from sametoken.ops.model.attention.splits import (
     sequential_result,
     split_result,
 )
+from sametoken.ops.model.attention.tiles import tile_rows, tiles_of
 from sametoken.ops.model.attention.tuning import LOG2_E, SPLIT, AttentionConfig, Form, choose
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, gdc_wait_once, pdl_options
 
@@ -46,7 +46,7 @@ __all__ = ["SPLIT", "AttentionConfig", "Form", "attention", "choose"]
 
 # Values that change from step to step must not trigger a compilation.
 _jit = triton.jit(
-    do_not_specialize=["first_run", "width", "max_splits"],
+    do_not_specialize=["first_run", "num_runs", "width", "max_splits"],
     do_not_specialize_on_alignment=["starts"],
 )
 
@@ -134,10 +134,10 @@ def _launch(
 ) -> None:
     assert rows.runs is not None
     heads_per_kv = shape.num_heads // shape.num_kv_heads
-    tiles = config.num_tiles(group.num_runs, group.max_rows, heads_per_kv)
+    tiles = tiles_of(rows, group, config.block_queries // heads_per_kv)
     scale = shape.scale * LOG2_E
     strides = (rows.block_table.stride(0), *kv.keys.stride()[:2])
-    where = (rows.positions, rows.slots, rows.runs.starts, group.first, group.max_rows)
+    where = (rows.positions, rows.slots, rows.runs.starts, *group)
     memory = (as_bytes(kv.keys), as_bytes(kv.values))
     inputs = (q, *memory, *where, rows.block_table, *strides, scale, kv.k_scales)
     sizes = {
@@ -146,6 +146,7 @@ def _launch(
         "BLOCK_DIM": max(16, next_power_of_2(shape.head_dim)),
         "SPLIT": config.split,
         "SLIDING_WINDOW": shape.sliding_window or 0,
+        "BLOCK_RUNS": tiles.block_runs,
         **pdl_options(q),
     }
     constants = sizes | {
@@ -157,18 +158,19 @@ def _launch(
         "num_stages": config.num_stages,
     }
     if config.form == "sequential":
-        _sequential_kernel[tiles, shape.num_kv_heads](*inputs, kv.v_scales, sinks, out, **constants)
+        _sequential_kernel[tiles.count, shape.num_kv_heads](
+            *inputs, kv.v_scales, sinks, out, **constants
+        )
         return
     max_splits = cdiv(max_seq_len, config.split)
-    programs = config.programs_per_tile(tiles * shape.num_kv_heads, max_splits)
-    places = group.num_runs * group.max_rows
+    programs = config.programs_per_tile(tiles.count * shape.num_kv_heads, max_splits)
     scratch = scratch_of(group, shape, max_seq_len, config)
     sums = q.new_empty(scratch.sums, dtype=torch.float32)
     stats = q.new_empty(scratch.stats, dtype=torch.float32)
-    _split_kv_kernel[tiles, shape.num_kv_heads, programs](
+    _split_kv_kernel[tiles.count, shape.num_kv_heads, programs](
         *inputs, sums, stats, max_splits, **constants
     )
-    _merge_kernel[places, shape.num_heads](
+    _merge_kernel[tiles.merged, shape.num_heads](
         sums,
         stats,
         *where,
@@ -192,6 +194,7 @@ def _sequential_kernel(
     slots,  # [num_rows] int64
     starts,  # [runs + 1] int64, or None: every run has ``width`` rows
     first_run,  # of the launch
+    num_runs,
     width,  # the most rows of its runs
     block_table,  # [num_slots, max_blocks] int64
     table_stride,
@@ -211,10 +214,13 @@ def _sequential_kernel(
     TILE: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
     KV_LEFT: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     gdc_launch_dependents(PDL)
-    begin, first, stop, _place = tile_rows(starts, first_run, width, BLOCK_QUERIES // GROUP)
+    begin, first, stop, _place = tile_rows(
+        starts, first_run, num_runs, width, BLOCK_QUERIES // GROUP, BLOCK_RUNS
+    )
     if starts is not None and first >= stop:
         gdc_wait_once(PDL)
         return
@@ -258,6 +264,7 @@ def _split_kv_kernel(
     slots,
     starts,
     first_run,
+    num_runs,
     width,
     block_table,
     table_stride,
@@ -277,10 +284,13 @@ def _split_kv_kernel(
     TILE: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
     KV_LEFT: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     gdc_launch_dependents(PDL)
-    begin, first, stop, place = tile_rows(starts, first_run, width, BLOCK_QUERIES // GROUP)
+    begin, first, stop, place = tile_rows(
+        starts, first_run, num_runs, width, BLOCK_QUERIES // GROUP, BLOCK_RUNS
+    )
     if starts is not None and first >= stop:
         gdc_wait_once(PDL)
         return
@@ -333,6 +343,7 @@ def _merge_kernel(
     slots,
     starts,
     first_run,
+    num_runs,
     width,
     sinks,  # as for _sequential_kernel
     out,  # [num_rows, heads, HEAD_DIM]
@@ -345,10 +356,11 @@ def _merge_kernel(
     BLOCK_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     gdc_launch_dependents(PDL)
-    begin, row, stop, place = tile_rows(starts, first_run, width, 1)
+    begin, row, stop, place = tile_rows(starts, first_run, num_runs, width, 1, BLOCK_RUNS)
     if starts is not None and row >= stop:
         gdc_wait_once(PDL)
         return

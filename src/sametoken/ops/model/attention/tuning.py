@@ -49,11 +49,6 @@ class AttentionConfig:
     kv_left: bool = True
     programs: int = 528
 
-    def num_tiles(self, num_runs: int, width: int, group: int) -> int:
-        """Query tiles of a launch, for runs of ``width`` rows."""
-        tiles: int = cdiv(width, self.block_queries // group)
-        return num_runs * tiles
-
     def programs_per_tile(self, tiles_and_heads: int, max_splits: int) -> int:
         """Programs that share the splits of a query tile."""
         programs: int = cdiv(self.programs, tiles_and_heads)

@@ -28,12 +28,12 @@ from sametoken.ops.model.attention.arithmetic import (
     places,
     scaled,
     tile_queries,
-    tile_rows,
     total_of,
 )
 from sametoken.ops.model.attention.kv_triton import as_bytes, as_read
 from sametoken.ops.model.attention.schedule import LEVELS, begin_of, max_splits, split_of
 from sametoken.ops.model.attention.splits import merged_parts
+from sametoken.ops.model.attention.tiles import tile_rows, tiles_of
 from sametoken.ops.model.attention.tuning import LOG2_E
 from sametoken.ops.model.latent_attention.shape import LayerLatent
 from sametoken.ops.model.latent_attention.tuning import (
@@ -103,12 +103,17 @@ def _launch(
     assert rows.runs is not None
     num_heads, rank, rope_dim = q.shape[1], memory.rank, q.shape[2] - memory.rank
     group = heads_per_tile(num_heads, config.block_queries)
-    tiles = runs.num_runs * triton.cdiv(runs.max_rows, config.block_queries // group)
-    where = (rows.positions, rows.slots, rows.runs.starts, runs.first, runs.max_rows)
+    tiles = tiles_of(rows, runs, config.block_queries // group)
+    where = (rows.positions, rows.slots, rows.runs.starts, *runs)
     strides = (rows.block_table.stride(0), memory.vectors.stride(0))
     factors = (scale * LOG2_E, memory.scale)
     inputs = (q, as_bytes(memory.vectors), *where, rows.block_table, *strides, *factors)
-    sizes = {"RANK": rank, "BLOCK_RANK": max(16, triton.next_power_of_2(rank)), **pdl_options(q)}
+    sizes = {
+        "RANK": rank,
+        "BLOCK_RANK": max(16, triton.next_power_of_2(rank)),
+        "BLOCK_RUNS": tiles.block_runs,
+        **pdl_options(q),
+    }
     constants = sizes | {
         "GROUP": group,
         "ROPE": rope_dim,
@@ -123,21 +128,21 @@ def _launch(
     scratch = scratch_of(runs, len(q), (num_heads, rank), max_seq_len, config)
     if config.form == "sequential":
         running = q.new_empty(scratch.sums, dtype=torch.float32)
-        _sequential_kernel[tiles, num_heads // group](*inputs, running, out, **constants)
+        _sequential_kernel[tiles.count, num_heads // group](*inputs, running, out, **constants)
         return
     splits, head_tiles = max_splits(max_seq_len), num_heads // group
-    programs = min(splits, triton.cdiv(config.programs, tiles * head_tiles))
+    programs = min(splits, triton.cdiv(config.programs, tiles.count * head_tiles))
     sums = q.new_empty(scratch.sums, dtype=torch.float32)
     stats = q.new_empty(scratch.stats, dtype=torch.float32)
-    _split_kv_kernel[tiles, head_tiles, programs](*inputs, sums, stats, splits, **constants)
-    _merge_kernel[runs.num_runs * runs.max_rows, num_heads](
+    _split_kv_kernel[tiles.count, head_tiles, programs](*inputs, sums, stats, splits, **constants)
+    _merge_kernel[tiles.merged, num_heads](
         sums, stats, *where, out, splits, *factors, num_warps=4, **sizes
     )
 
 
 # Values that change from step to step must not trigger a compilation.
 _jit = triton.jit(
-    do_not_specialize=["first_run", "width", "num_splits"],
+    do_not_specialize=["first_run", "num_runs", "width", "num_splits"],
     do_not_specialize_on_alignment=["starts"],
 )
 
@@ -245,6 +250,7 @@ def _sequential_kernel(
     slots,  # [num_rows] int64
     starts,  # [runs + 1] int64, or None: every run has ``width`` rows
     first_run,  # of the launch
+    num_runs,
     width,  # the most rows of its runs
     block_table,  # [num_slots, max_blocks] int64
     table_stride,
@@ -262,10 +268,13 @@ def _sequential_kernel(
     BLOCK_QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     KV_LEFT: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     gdc_launch_dependents(PDL)
-    begin, first, stop, _place = tile_rows(starts, first_run, width, BLOCK_QUERIES // GROUP)
+    begin, first, stop, _place = tile_rows(
+        starts, first_run, num_runs, width, BLOCK_QUERIES // GROUP, BLOCK_RUNS
+    )
     if starts is not None and first >= stop:
         gdc_wait_once(PDL)
         return
@@ -304,6 +313,7 @@ def _split_kv_kernel(
     slots,
     starts,
     first_run,
+    num_runs,
     width,
     block_table,
     table_stride,
@@ -322,10 +332,13 @@ def _split_kv_kernel(
     BLOCK_QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     KV_LEFT: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     gdc_launch_dependents(PDL)
-    begin, first, stop, place = tile_rows(starts, first_run, width, BLOCK_QUERIES // GROUP)
+    begin, first, stop, place = tile_rows(
+        starts, first_run, num_runs, width, BLOCK_QUERIES // GROUP, BLOCK_RUNS
+    )
     if starts is not None and first >= stop:
         gdc_wait_once(PDL)
         return
@@ -363,6 +376,7 @@ def _merge_kernel(
     slots,
     starts,
     first_run,
+    num_runs,
     width,
     out,  # [num_rows, heads, RANK]
     num_splits,
@@ -370,10 +384,11 @@ def _merge_kernel(
     vector_scale,
     RANK: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     gdc_launch_dependents(PDL)
-    begin, row, stop, place = tile_rows(starts, first_run, width, 1)
+    begin, row, stop, place = tile_rows(starts, first_run, num_runs, width, 1, BLOCK_RUNS)
     if starts is not None and row >= stop:
         gdc_wait_once(PDL)
         return

@@ -7,6 +7,7 @@ are compared closely here and by their bits on the chip (tests/gpu/test_attentio
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -148,7 +149,10 @@ def test_a_window_longer_than_a_query_tile(block_queries, config):
 
 
 #: Runs of a step: slot, first position, rows, and dead rows behind them.
-RAGGED = ((0, 40, 1, 0), (1, 0, 3, 2), (2, 5, 0, 1), (2, 9, 0, 0), (3, 20, 9, 0), (4, 31, 9, 2))
+RAGGED = (
+    *((0, 40, 1, 0), (1, 0, 3, 2), (2, 5, 0, 1), (2, 9, 0, 0)),
+    *((3, 20, 9, 0), (4, 0, 0, 0), (4, 31, 9, 2), (0, 0, 0, 0)),
+)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
@@ -163,7 +167,10 @@ RAGGED = ((0, 40, 1, 0), (1, 0, 3, 2), (2, 5, 0, 1), (2, 9, 0, 0), (3, 20, 9, 0)
     ],
 )
 def test_ragged_runs_have_the_bits_of_even_ones(config, sliding_window, monkeypatch):
-    """Dead rows, and rows behind the runs, hold NaN; the latter stand nowhere."""
+    """Dead rows, and rows behind the runs, hold NaN; the latter stand nowhere.
+
+    Of padded steps too, whose runs have far fewer rows than they may.
+    """
     new_empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **o: new_empty(*a, **o).fill_(7e7))
     scene = Scene(SHAPE, [41, 15, 9, 29, 40])
@@ -185,8 +192,8 @@ def test_ragged_runs_have_the_bits_of_even_ones(config, sliding_window, monkeypa
     rows.slots[behind:] = rows.positions[behind:] = -(10**12)
     lengths = [count + num_dead for _, _, count, num_dead in RAGGED]
     shape = replace(SHAPE, sliding_window=sliding_window)
-    for num_short in (0, 4):
-        ragged = replace(rows, runs=runs_of(lengths, num_short))
+    for num_short, max_rows in product((0, 4), (11, 40)):
+        ragged = replace(rows, runs=replace(runs_of(lengths, num_short), max_rows=max_rows))
         got = attention(q, shape, ragged, scene.kv, config=config)
         assert torch.equal(got[:behind][live], bits)
         assert (got[behind:] == 7e7).all()
@@ -417,7 +424,7 @@ def test_partial_results_that_no_program_wrote_are_not_read(monkeypatch):
 
 
 def test_every_chosen_launch_compiles_for_a_gpu(tmp_path):
-    """A short window, longer ones, many rows, a long chunk; few rows in test_pdl.py."""
+    """A short window, longer ones, many rows, a long chunk, several; few rows in test_pdl.py."""
     code = """
 from sametoken.ops.model.attention.triton import attention
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RowRuns
@@ -428,8 +435,8 @@ gemma, half, full = AttentionShape(32, 4, 512), torch.bfloat16, torch.float32
 EVEN, RAGGED = True, False
 for shape, dtype, batch, width, is_even in (
     *((narrow, half, 1, 16, RAGGED), (narrow, half, 64, 4, EVEN), (narrow, half, 2, 512, RAGGED)),
-    (wide, half, 2, 512, RAGGED),
-    *((gemma, half, 1, 1, RAGGED), (gemma, half, 2, 512, RAGGED), (gemma, full, 2, 512, RAGGED)),
+    *((wide, half, 2, 512, RAGGED), (narrow, half, 24, 512, RAGGED)),
+    *((gemma, half, 1, 1, RAGGED), (gemma, half, 2, 512, RAGGED), (gemma, full, 24, 512, RAGGED)),
 ):
     kv = torch.zeros(2, 2, shape.num_kv_heads, 64, shape.head_dim, dtype=dtype)
     at = torch.zeros(batch * width, dtype=torch.int64)

@@ -65,6 +65,8 @@ def test_ragged_runs_with_dead_rows(config, scale):
     scene = LatentScene([300, 40, 9], block_size=32, scale=scale)
     where = [(0, 298), (0, 299), (3, 0), (2, 8), (1, 5), (1, 6), (1, 7), (1, 8), (1, 9)]
     check(scene, where, runs_of([3, 1, 5], num_short=2), config=config)
+    padded = replace(runs_of([3, 1, 0, 5, 0, 0], num_short=2), max_rows=40)
+    check(scene, where, padded, config=config)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
@@ -101,29 +103,35 @@ def test_few_queries_share_a_context_and_many_fill_the_chip():
 
 
 def test_launches_of_real_sizes_fit_a_hopper_gpu(tmp_path):
-    """In fp32, where tiles are small and take the compiler long, of vectors that are narrower."""
+    """In fp32, where tiles are small and take the compiler long, of vectors that are narrower.
+
+    In windows, and in chunks, among which programs look for theirs.
+    """
     code = """
 from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.model.latent_attention.shape import LayerLatent
 from sametoken.ops.model.latent_attention.triton import attention
 
-def launch(heads, runs, width, max_blocks, rank=512, dtype=torch.bfloat16, scale=None):
+def launch(
+    heads, runs, width, max_blocks, rank=512, dtype=torch.bfloat16, scale=None, chunks=False
+):
     rows = runs * width
     slots = torch.zeros(rows, dtype=torch.int64)
     table = torch.zeros(2, max_blocks, dtype=torch.int64)
     starts = torch.arange(runs + 1) * width
-    where = AttentionRows(slots, slots, slots, table, RowRuns(runs, width, starts, runs, width))
+    cut = RowRuns(runs, width, starts, 0 if chunks else runs, width)
+    where = AttentionRows(slots, slots, slots, table, cut)
     stored = dtype if scale is None else torch.float8_e4m3fn
     memory = LayerLatent(torch.zeros(2, 16, rank + 64, dtype=stored), rank, scale)
     attention(torch.zeros(rows, heads, rank + 64, dtype=dtype), 0.1, where, memory)
 
 launch(16, 1, 1, 1024)
-launch(20, 8, 4, 1024)
-launch(128, 64, 3, 128)
+launch(20, 8, 9, 1024, chunks=True)
+launch(128, 64, 3, 128, chunks=True)
 launch(16, 2, 3, 64, 128, torch.float32)
 launch(16, 1, 1, 1024, scale=torch.ones(1))
 launch(128, 64, 3, 128, scale=torch.ones(1))
 """
     compile_launches(code, tmp_path)
     forms = sorted(path.stem for path in tmp_path.rglob("*_kernel.ptx"))
-    assert forms == ["_merge_kernel"] * 3 + ["_sequential_kernel"] * 2 + ["_split_kv_kernel"] * 4
+    assert forms == ["_merge_kernel"] * 4 + ["_sequential_kernel"] * 2 + ["_split_kv_kernel"] * 4

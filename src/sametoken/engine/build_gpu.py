@@ -29,7 +29,7 @@ from sametoken.types.units import in_units
 MOST_ROWS, LIMIT_ROWS = 1536, 8192
 
 #: Bytes that the device could read while the host launches a layer's kernels, 0.4 to 1 ms.
-LAUNCHED_BYTES = 2_000_000_000
+LAUNCHED_BYTES = 2_200_000_000
 
 #: Captured steps with few prompts: maximum decoding requests, maximum prompts; and row counts.
 FEW_PROMPTS = ((0, 1), (8, 2))

@@ -31,14 +31,14 @@ MOST_ROWS, LIMIT_ROWS = 1536, 8192
 #: Bytes that the device could read while the host launches a layer's kernels, 0.4 to 1 ms.
 LAUNCHED_BYTES = 2_200_000_000
 
-#: Captured steps with few prompts: maximum decoding requests, maximum prompts; and row counts.
-FEW_PROMPTS = ((0, 1), (8, 2))
-FEW_PROMPTS_ROWS = (64, *range(128, 513, 128))
-#: With more prompts: decoding requests up to the first number or ``max_num_seqs``, the first row
-#: counts of each, and the last of the first.
-SOME_WINDOWS, SOME_ROWS, FULL_BATCH_ROWS = 64, (128, 1024), 384
-#: Their maximum prompts: the first number, or one for each of these rows if those are more.
-MANY_PROMPTS, PROMPT_ROWS = 4, 64
+#: Captured steps with prompts: maximum decoding requests (None: ``max_num_seqs``); maximum prompts,
+#: the first number or one for each of the other's rows; first and last row count.
+MIXED = (
+    (0, (1, 512), 64, 512),
+    (8, (2, 256), 64, 512),
+    (64, (4, 64), 128, 1024),
+    (None, (4, 64), 384, LIMIT_ROWS),
+)
 
 #: Prompts, rows and the longest prompt's rows of steps without a graph that run, beside that of the
 #: longest chunk, every form of attention; None: as many prompts as there are requests.
@@ -273,21 +273,19 @@ def _windows(max_num_seqs: int, k: int, most: int, sparse: bool) -> list[StepSha
 
 def _mixed(max_num_seqs: int, most: int) -> Iterator[tuple[int, int, int]]:
     """Decoding requests, prompts and rows of captured steps with prompts."""
-    first, last = SOME_ROWS
-    many = ((SOME_WINDOWS, first, min(last, most)), (max_num_seqs, FULL_BATCH_ROWS, most))
-    sizes = [(*few, rows) for few in FEW_PROMPTS for rows in FEW_PROMPTS_ROWS]
-    for windows, begin, end in many:
-        for rows in _row_counts(begin, end):
-            prompts = min(max(MANY_PROMPTS, rows // PROMPT_ROWS), max_num_seqs)
-            sizes.append((windows, prompts, rows))
-    return (size for size in sizes if size[0] <= max_num_seqs and size[2] <= most)
+    for given, (least, rows_each), first, last in MIXED:
+        windows = max_num_seqs if given is None else given
+        for rows in _row_counts(first, min(last, most)) if windows <= max_num_seqs else ():
+            yield windows, min(max(least, rows // rows_each), max_num_seqs), rows
 
 
 def _row_counts(first: int, last: int) -> Iterator[int]:
     """Multiples of 128, from 2,048 on of an eighth of a power of two: few rows are padding."""
-    while first <= last:
-        yield first
-        first += max(128, next_power_of_2(first + 1) // 16)
+    rows = first
+    while rows <= last:
+        yield rows
+        step = max(128, next_power_of_2(rows + 1) // 16)
+        rows += step - rows % step
 
 
 def _sampled(windows: int, chunks: int, num_rows: int, k: int) -> set[int]:

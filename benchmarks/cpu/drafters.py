@@ -4,11 +4,11 @@ Every side loads the same GGUF file in a separate process. The sides answer each
 one request at a time:
 
     python benchmarks/cpu/drafters.py [--prompts 20] [--max-tokens 128] [--json PATH]
-        [--llama-python PATH] [--load-format gguf-packed]
+        [--llama-python PATH] [--llama-model GGUF] [--load-format gguf-packed]
 
 ``--llama-python`` is an interpreter with the package llama-cpp-python, which is compiled for this
-processor when it is installed; without it that side is left out. Exits with 1 if a drafter
-changed one of our tokens.
+processor when it is installed; without it that side is left out. ``--llama-model`` is another file
+of the same model for it, as one in BF16. Exits with 1 if a drafter changed one of our tokens.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def sides(model: str, head: str, options: argparse.Namespace) -> list[DrafterSid
         for label, spec in specs.items()
     ]
     if options.llama_python:
-        found.append(DrafterSide(LLAMA, model, "Q4_1", options.threads, label=LLAMA))
+        file = options.llama_model or model
+        found.append(DrafterSide(LLAMA, file, Path(file).stem, options.threads, label=LLAMA))
     return found
 
 
@@ -119,10 +120,9 @@ def run(options: argparse.Namespace, console: Console) -> Results:
     head = str(spec.model if spec else "")
     prompts = read_prompts(str(model), options.prompts)
     environment = describe(options)
-    if options.llama_python:
-        # The interpreter's directory is specific to this machine.
-        name = Path(options.llama_python).name
-        environment["command"] = environment["command"].replace(options.llama_python, name)
+    # Their directories are specific to this machine.
+    for path in filter(None, (options.llama_python, options.llama_model)):
+        environment["command"] = environment["command"].replace(path, Path(path).name)
     with ExitStack() as stack:
         measured = []
         for side in sides(str(model), options.head, options):
@@ -233,6 +233,7 @@ def main() -> None:
         "--cascade-match", type=int, default=4, help="shortest match that goes first"
     )
     parser.add_argument("--llama-python", help="interpreter with llama-cpp-python")
+    parser.add_argument("--llama-model", help="GGUF file of llama.cpp, if it has another")
     parser.add_argument("--load-format", default="auto", help="ours: gguf-packed keeps 4 bits")
     parser.add_argument(
         "--trials",

@@ -39,10 +39,12 @@ def results_of(drafters, changed: int | None) -> dict:
         cascade_drafts=3,
         cascade_match=4,
         llama_python="python",
+        llama_model="bf16.gguf",
         max_tokens=4,
         load_format="auto",
     )
     plain, _, head, *_, llama = drafters.sides("model.gguf", "head", options)
+    assert (plain.model, llama.model) == ("model.gguf", "bf16.gguf")
     prompts = [
         drafters.Prompt(name, [7]) for name in drafters.DATASETS for _ in range(PROMPTS_OF_EACH)
     ]

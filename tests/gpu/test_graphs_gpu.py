@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import random
 
 import pytest
 import torch
 from gpu_files import OPTIONS, cut_requests, plain_requests, speculation, write_files
 from recorded_gpu import windows_must_be_captured
 
+from helpers.harness import requests_of
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
+from sametoken.engine.build_gpu import MOST_ROWS
 from sametoken.errors import EngineDeadError, InvariantError, StaleInputsError
 from sametoken.runner.async_output import PendingOutput
 from sametoken.runner.graphs import LayoutRing, StepGraphs
@@ -89,6 +92,26 @@ def test_acceptance_by_position_is_that_of_eager_mode(files, method, kind):
     assert offered > 0
     if method == "self" and kind == "plain":
         assert sum(place[1] for place in graph) == offered
+
+
+@pytest.mark.parametrize("method", ["plain", "ngram", "eagle3"])
+def test_crowds_of_prompts_replay_large_graphs(files, method, monkeypatch):
+    """Small models' steps of thousands of rows and many prompts are captured, with equal tokens."""
+    options = {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "prefill_chunk_size": 4096}
+    draw = random.Random(0)
+    prompts = [draw.choices(range(1500), k=draw.randint(2, 500)) for _ in range(64)]
+    items = requests_of(prompts, MAX_TOKENS, 0.0, 0.8)
+    shapes, replay = [], StepGraphs._replay
+
+    def noted(self, shape, layout, *rest):
+        shapes.append(layout.shape)
+        replay(self, shape, layout, *rest)
+
+    monkeypatch.setattr(StepGraphs, "_replay", noted)
+    captured = drive(build(files, method, **options), items)
+    crowds = [one for one in shapes if one.num_chunks > 4 and one.num_rows > MOST_ROWS]
+    assert len(crowds) > 1
+    assert captured == drive(build(files, method, enforce_eager=True, **options), items)
 
 
 def test_a_replay_of_another_steps_layout_is_refused(files, monkeypatch):

@@ -198,11 +198,14 @@ INLINE void sum_panels(const int rows, const int panels, int panel, const rounde
                        const char *columns, const format *f, float *sums, const int codes) {
     int64_t blocks = blocks_of(f), bytes = block_bytes(f);
     f32v sum[TILE_ROWS][PANELS] = {0};
-    for (int64_t i = 0; i < blocks; i++)
+    for (int64_t i = 0; i < blocks; i++) {
 #pragma GCC unroll 2
         for (int group = 0; group < groups_of(codes); group++)
             add_group(rows, panels, panel, x + i, blocks, columns + i * bytes, f, group, sum,
                       codes);
+        /* Products take the registers: sums wait in memory. */
+        if (rows * panels > TILE_ROWS) __asm__ volatile("" : "+m"(sum));
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
         memcpy(sums + r * GROUP + panel * LANES, sum[r], panels * sizeof(f32v));
@@ -214,22 +217,38 @@ INLINE void sum_panels(const int rows, const int panels, int panel, const rounde
     static __attribute__((noinline)) void sum_rows_##codes(                                  \
         int rows, const rounded *x, const char *columns, const format *f, float *sums) {     \
         switch (rows) {                                                                      \
-            CASE(1, codes) CASE(2, codes) CASE(3, codes) CASE(4, codes)                      \
-            CASE(5, codes) CASE(6, codes) CASE(7, codes) CASE(8, codes)                      \
+            CASE(1, PANELS, codes) CASE(2, PANELS, codes) CASE(3, PANELS, codes)             \
+            CASE(4, PANELS, codes) CASE(5, 1, codes) CASE(6, 1, codes) CASE(7, 1, codes)     \
+            CASE(8, 1, codes)                                                                \
         }                                                                                    \
     }
-#define CASE(rows, codes)                                                                    \
+/* More than FEW_ROWS that alone read the columns, from memory: a panel at a time takes 1.2 times as
+ * long, if registers hold the products of both. */
+#define SUM_ALONE(codes)                                                                     \
+    static __attribute__((noinline)) void sum_alone_##codes(                                 \
+        int rows, const rounded *x, const char *columns, const format *f, float *sums) {     \
+        const int panels = LANES == 16 ? PANELS : 1;                                         \
+        switch (rows) {                                                                      \
+            CASE(5, panels, codes) CASE(6, panels, codes) CASE(7, panels, codes)             \
+            CASE(8, panels, codes)                                                           \
+        }                                                                                    \
+    }
+#define CASE(rows, panels, codes)                                                            \
     case rows:                                                                               \
-        for (int p = 0; p < PANELS; p += TOGETHER(rows))                                     \
-            sum_panels(rows, TOGETHER(rows), p, x, columns, f, sums, codes);                 \
+        for (int p = 0; p < PANELS; p += (panels))                                           \
+            sum_panels(rows, panels, p, x, columns, f, sums, codes);                         \
         return;
-#define TOGETHER(rows) ((rows) <= FEW_ROWS ? PANELS : 1)
 SUM_ROWS(NIBBLES)
 SUM_ROWS(BYTES)
 SUM_ROWS(BYTES_BY_16)
+SUM_ALONE(NIBBLES)
+SUM_ALONE(BYTES)
+SUM_ALONE(BYTES_BY_16)
 
-static void (*const SUM_ROWS_OF[])(int, const rounded *, const char *, const format *, float *) = {
-    sum_rows_NIBBLES, sum_rows_BYTES, sum_rows_BYTES_BY_16};
+typedef void tile_sums(int, const rounded *, const char *, const format *, float *);
+static tile_sums *const SUM_ROWS_OF[] = {sum_rows_NIBBLES, sum_rows_BYTES, sum_rows_BYTES_BY_16};
+static tile_sums *const SUM_ALONE_OF[] = {sum_alone_NIBBLES, sum_alone_BYTES,
+                                          sum_alone_BYTES_BY_16};
 
 /* One thread's groups of columns; 0 without memory for its rows. */
 static int64_t integer_part(const void *x, const char *packed, const format *f, const void *bias,
@@ -249,10 +268,10 @@ static int64_t integer_part(const void *x, const char *packed, const format *f, 
         for (int64_t group = groups.first; group < groups.last; group++) {
             float sums[BLOCK_ROWS * GROUP] __attribute__((aligned(64)));
             const char *columns = packed + group * blocks * block_bytes(f);
+            tile_sums *add = (tiles == 1 && count > FEW_ROWS ? SUM_ALONE_OF : SUM_ROWS_OF)[f->codes];
             for (int64_t tile = 0; tile < tiles; tile++) {
                 int64_t row = count * tile / tiles, last = count * (tile + 1) / tiles;
-                SUM_ROWS_OF[f->codes](last - row, rows + row * blocks, columns, f,
-                                      sums + row * GROUP);
+                add(last - row, rows + row * blocks, columns, f, sums + row * GROUP);
             }
             store_tile(sums, count, first * n, n, group * GROUP, n, bias, out, bf16, out_bf16);
         }

@@ -58,7 +58,11 @@ def activations(rows: int, depth: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize(("rows", "depth"), [(70, 320), (1, 32), (33, 96)])
+@pytest.mark.parametrize(
+    ("rows", "depth"),
+    # One tile by its rows, and several.
+    [(1, 32), (2, 96), (3, 64), (4, 32), (5, 96), (6, 64), (7, 32), (8, 96), (33, 96), (70, 320)],
+)
 def test_products_have_the_bits_of_the_reference(rows, depth, name, dtype):
     matrix = made(name, rows, depth)
     weight = native.pack_integers(matrix, dtype)

@@ -98,7 +98,7 @@ def sides(model: str, head: str, options: argparse.Namespace) -> list[DrafterSid
     ]
     if options.llama_python:
         file = options.llama_model or model
-        found.append(DrafterSide(LLAMA, file, Path(file).stem, options.threads, label=LLAMA))
+        found.append(DrafterSide(LLAMA, file, "auto", options.threads, label=LLAMA))
     return found
 
 

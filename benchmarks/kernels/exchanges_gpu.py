@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from graph_times import graph_of, replayed
 from torch import multiprocessing
 
 from sametoken.distributed.peer_group import peer_group
@@ -36,31 +38,14 @@ def by_kernels(group: ProcessGroup, own: torch.Tensor) -> torch.Tensor:
     return group.sum(None, own, BF16)
 
 
-def graph_of(launch: Callable[[int], object]) -> torch.cuda.CUDAGraph:
-    """A graph of the launches 0, 1, ..."""
-    with torch.cuda.stream(torch.cuda.Stream()):
-        launch(0)
-        launch(1)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+def median_us(launch: Callable[[int], object], meet: Callable[[], object]) -> float:
+    """Of one of the launches 0, 1, ... in a graph; at ``meet`` all ranks end at about one time."""
+
+    def launches() -> None:
         for index in range(SUMS):
             launch(index)
-    return graph
 
-
-def median_us(graph: torch.cuda.CUDAGraph, meeting: torch.cuda.CUDAGraph) -> float:
-    """Of one launch of a graph; in ``meeting`` all ranks end at about the same time."""
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        meeting.replay()
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / SUMS)
-    return sorted(times)[REPLAYS // 2]
+    return statistics.median(replayed(launches, REPLAYS, meet)) * 1e3 / SUMS
 
 
 def in_turns(sum_up: Callable[[], object], rank: int, size: int, cycles: int, index: int) -> object:
@@ -79,10 +64,12 @@ def measure(rank: int, arguments: argparse.Namespace, file: str) -> None:
     with Path(file).open("rb", buffering=0) as opened:
         nccl = NcclGroup(rank, size, dist.PrefixStore("nccl", store), opened)
         generator = torch.Generator("cuda").manual_seed(0)
-        meeting = graph_of(lambda index: group.gather(torch.zeros(1, device="cuda")))
+        flag = torch.zeros(1, device="cuda")
+        # Long enough for the host to launch what is timed behind it.
+        meet = graph_of(lambda: [group.gather(flag) for _ in range(SUMS)]).replay
         cycles = 1_000_000
-        cycles *= arguments.late / median_us(
-            graph_of(lambda index: torch.cuda._sleep(cycles)), meeting
+        late_cycles = (
+            cycles * arguments.late / median_us(lambda index: torch.cuda._sleep(cycles), meet)
         )
         for rows in arguments.rows:
             parts = torch.randn(size, rows, arguments.width, device="cuda", generator=generator)
@@ -93,9 +80,9 @@ def measure(rank: int, arguments: argparse.Namespace, file: str) -> None:
             }
             for name, sum_up in found.items():
                 assert torch.equal(sum_up(), wanted)
-                alone = median_us(graph_of(lambda index, call=sum_up: call()), meeting)
-                late = partial(in_turns, sum_up, rank, size, int(cycles))
-                waited = median_us(graph_of(late), meeting) - arguments.late
+                alone = median_us(lambda index, call=sum_up: call(), meet)
+                late = partial(in_turns, sum_up, rank, size, int(late_cycles))
+                waited = median_us(late, meet) - arguments.late
                 if rank == 0:
                     print(
                         f"{rows:6} rows, {name:8} {alone:8.1f} us; after a rank that is "

@@ -15,17 +15,28 @@ Operand = TypeVar("Operand")
 COMPILERS = min(15, os.cpu_count() or 1)
 
 
-def replayed(launch: Callable[[], object], replays: int) -> list[float]:
-    """Milliseconds of each of several replays of a graph of ``launch``."""
+def graph_of(launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
     launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch()
+    return graph
+
+
+def replayed(
+    launch: Callable[[], object], replays: int, before: Callable[[], object] = lambda: None
+) -> list[float]:
+    """Milliseconds of each of several replays of a graph of ``launch``.
+
+    ``before`` is called before each, and not timed.
+    """
+    graph = graph_of(launch)
     graph.replay()
     times = []
     for _ in range(replays):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before()
         start.record()
         graph.replay()
         stop.record()

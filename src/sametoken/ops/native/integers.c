@@ -211,41 +211,36 @@ INLINE void sum_panels(const int rows, const int panels, int panel, const rounde
         memcpy(sums + r * GROUP + panel * LANES, sum[r], panels * sizeof(f32v));
 }
 
-/* Sums of 1 <= rows <= TILE_ROWS and a group of columns; no order depends on the number of rows.
- * A function for each kind of codes: gcc takes 1.4 times as long for one that holds them all. */
-#define SUM_ROWS(codes)                                                                      \
-    static __attribute__((noinline)) void sum_rows_##codes(                                  \
-        int rows, const rounded *x, const char *columns, const format *f, float *sums) {     \
-        switch (rows) {                                                                      \
-            CASE(1, PANELS, codes) CASE(2, PANELS, codes) CASE(3, PANELS, codes)             \
-            CASE(4, PANELS, codes) CASE(5, 1, codes) CASE(6, 1, codes) CASE(7, 1, codes)     \
-            CASE(8, 1, codes)                                                                \
-        }                                                                                    \
-    }
-/* More than FEW_ROWS that alone read the columns, from memory: a panel at a time takes 1.2 times as
- * long, if registers hold the products of both. */
-#define SUM_ALONE(codes)                                                                     \
-    static __attribute__((noinline)) void sum_alone_##codes(                                 \
-        int rows, const rounded *x, const char *columns, const format *f, float *sums) {     \
-        const int panels = LANES == 16 ? PANELS : 1;                                         \
-        switch (rows) {                                                                      \
-            CASE(5, panels, codes) CASE(6, panels, codes) CASE(7, panels, codes)             \
-            CASE(8, panels, codes)                                                           \
-        }                                                                                    \
+/* Sums of rows and a group of columns; no order depends on the number of rows. A function for each
+ * kind of codes: gcc takes 1.4 times as long for one that holds them all. */
+typedef void tile_sums(int, const rounded *, const char *, const format *, float *);
+#define SUMS(name, cases)                                                                    \
+    static __attribute__((noinline)) void name(int rows, const rounded *x,                   \
+                                               const char *columns, const format *f,         \
+                                               float *sums) {                                \
+        switch (rows) { cases }                                                              \
     }
 #define CASE(rows, panels, codes)                                                            \
     case rows:                                                                               \
         for (int p = 0; p < PANELS; p += (panels))                                           \
             sum_panels(rows, panels, p, x, columns, f, sums, codes);                         \
         return;
-SUM_ROWS(NIBBLES)
-SUM_ROWS(BYTES)
-SUM_ROWS(BYTES_BY_16)
-SUM_ALONE(NIBBLES)
-SUM_ALONE(BYTES)
-SUM_ALONE(BYTES_BY_16)
+#define FEW(codes)                                                                           \
+    CASE(1, PANELS, codes) CASE(2, PANELS, codes) CASE(3, PANELS, codes)                     \
+    CASE(4, PANELS, codes)
+#define MORE(panels, codes)                                                                  \
+    CASE(5, panels, codes) CASE(6, panels, codes) CASE(7, panels, codes)                     \
+    CASE(8, panels, codes)
+SUMS(sum_rows_NIBBLES, FEW(NIBBLES) MORE(1, NIBBLES))
+SUMS(sum_rows_BYTES, FEW(BYTES) MORE(1, BYTES))
+SUMS(sum_rows_BYTES_BY_16, FEW(BYTES_BY_16) MORE(1, BYTES_BY_16))
+/* More than FEW_ROWS that alone read the columns, from memory: a panel at a time takes 1.2 times as
+ * long, if registers hold the products of both. */
+#define AT_ONCE (LANES == 16 ? PANELS : 1)
+SUMS(sum_alone_NIBBLES, MORE(AT_ONCE, NIBBLES))
+SUMS(sum_alone_BYTES, MORE(AT_ONCE, BYTES))
+SUMS(sum_alone_BYTES_BY_16, MORE(AT_ONCE, BYTES_BY_16))
 
-typedef void tile_sums(int, const rounded *, const char *, const format *, float *);
 static tile_sums *const SUM_ROWS_OF[] = {sum_rows_NIBBLES, sum_rows_BYTES, sum_rows_BYTES_BY_16};
 static tile_sums *const SUM_ALONE_OF[] = {sum_alone_NIBBLES, sum_alone_BYTES,
                                           sum_alone_BYTES_BY_16};

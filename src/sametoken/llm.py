@@ -37,6 +37,7 @@ from sametoken.engine.user_inputs import (
     require_request_id,
 )
 from sametoken.errors import RequestError
+from sametoken.io.garbage import objects_exempt
 from sametoken.models.load.sent import source_of
 from sametoken.models.names import at_revision
 from sametoken.text.tokenizer import Messages, Tokenizer, require_own_end
@@ -331,7 +332,7 @@ class LLM(NotCopied):
     ) -> list[RequestOutput]:
         places = {request.request_id: place for place, request in enumerate(requests)}
         waiting, outputs = set(places), dict[str, RequestOutput]()
-        with self._interrupts() as interrupts:
+        with self._interrupts() as interrupts, objects_exempt():
             try:
                 self._submit(requests, interrupts, stream=False)
                 with shown_progress(len(places), shown=use_tqdm) as advance:
@@ -361,9 +362,8 @@ class LLM(NotCopied):
                 for completion in completions:
                     self._engine.add_request(completion)
                     num_added += 1
-                now = time.monotonic()
                 for request in requests:
-                    self._outputs.add(request, now, stream=stream)
+                    self._outputs.add(request, time.monotonic(), stream=stream)
             except Exception:
                 for added in completions[:num_added]:
                     self._engine.release(added.request_id)

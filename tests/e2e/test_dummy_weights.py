@@ -41,4 +41,4 @@ def test_nearly_all_drafts_of_prompt_lookup_are_accepted(tmp_path, architecture,
     requests = RequestSource(workload, sizes["vocab_size"]).take(2)
     run = measure(build_engine(config), requests, 2)
     assert run.speculation.num_accepted_tokens > 0.9 * run.speculation.num_draft_tokens
-    assert run.speculation.acceptance_length > 0.9 * (k + 1)
+    assert run.speculation.metrics().acceptance_length > 0.9 * (k + 1)

@@ -10,7 +10,7 @@ import random
 from types import MappingProxyType
 
 from sametoken.runner.stream import LaggingStream
-from sametoken.types.outputs import SpeculationMetrics
+from sametoken.types.outputs import SpeculationCounts, SpeculationMetrics
 
 
 def spoilt_at(num_tokens: int, k: int) -> int:
@@ -48,7 +48,7 @@ def measure(
     core, items, check=lambda item, num_tokens, update: None, plain=MappingProxyType({})
 ) -> SpeculationMetrics:
     """Run requests, checking each window and then ``plain`` tokens; count drafts by position."""
-    total, out = SpeculationMetrics(), {item.request_id: [] for item in items}
+    counts, out = SpeculationCounts(), {item.request_id: [] for item in items}
     by_id = {item.request_id: item for item in items}
     for item in items:
         core.add_request(item)
@@ -56,13 +56,13 @@ def measure(
         for update in core.step():
             item, tokens = by_id[update.request_id], out[update.request_id]
             check(item, len(item.prompt_token_ids) + len(tokens), update)
-            total = total.with_step(update.num_drafts, update.num_accepted)
+            counts.add(update.num_drafts, update.num_accepted)
             tokens.extend(update.token_ids)
             if len(item.prompt_token_ids) + len(tokens) >= item.max_total_tokens:
                 core.release(item.request_id)
     for name, tokens in plain.items():
         assert out[name][: len(tokens)] == tokens
-    return total
+    return counts.metrics()
 
 
 def measure_spoilt(core, items, k: int, plain=MappingProxyType({})) -> SpeculationMetrics:

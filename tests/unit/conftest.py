@@ -158,7 +158,7 @@ class ScriptedEngine:
             self._dead = True
             raise window
         if isinstance(window, RequestUpdate):
-            return dataclasses.replace(window, request_id=request_id)
+            return window._replace(request_id=request_id)
         drafts = len(window) - 1
         return RequestUpdate(request_id, tuple(window), drafts, drafts, True, 0)
 

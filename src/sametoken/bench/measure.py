@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sametoken.errors import NumericalError
 from sametoken.text.detokenizer import make_detokenizer
 from sametoken.text.tokenizer import Tokenizer
-from sametoken.types.outputs import SpeculationMetrics
+from sametoken.types.outputs import SpeculationCounts
 from sametoken.types.request import EngineRequest, RequestUpdate
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class Run:
     requests: list[RequestRecord] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     start: float = 0.0
-    speculation: SpeculationMetrics = field(default_factory=SpeculationMetrics)
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
 
     def steady_steps(self) -> list[tuple[float, StepRecord]]:
         """Decode steps of the full batch that follow another one, with their seconds."""
@@ -244,7 +244,7 @@ def _record_step(
             kept = update.token_ids[:emitted]
             record.trace.add(kept, update.num_drafts, update.num_accepted)
         if record.num_emitted:
-            run.speculation = run.speculation.with_step(update.num_drafts, update.num_accepted)
+            run.speculation.add(update.num_drafts, update.num_accepted)
         else:
             record.first, record.num_first = now, emitted
         record.last = now

@@ -174,7 +174,7 @@ def _ttft(runs: Sequence[Run]) -> list[float]:
 
 
 def _speculation(runs: Sequence[Run]) -> SpeculationMetrics:
-    return sum((run.speculation for run in runs), SpeculationMetrics())
+    return sum((run.speculation.metrics() for run in runs), SpeculationMetrics())
 
 
 def _floor(steps: Sequence[StepRecord], traffic: Traffic, bandwidth: Bandwidth) -> float | None:

@@ -19,7 +19,7 @@ from sametoken.types.outputs import (
     PositionLogprobs,
     RequestMetrics,
     RequestOutput,
-    SpeculationMetrics,
+    SpeculationCounts,
 )
 from sametoken.types.request import EngineRequest, RequestUpdate
 
@@ -72,16 +72,19 @@ class OutputProcessor:
         """Process one step's updates; those of finished requests are ignored."""
         touched, released, num_tokens = dict[str, _Request](), dict[str, int](), 0
         for update in updates:
-            if update.request_id not in self._completions:
+            found = self._completions.get(update.request_id)
+            if found is None:
                 continue
-            request, completion = self._completions[update.request_id]
+            request, completion = found
             num_before = len(completion.token_ids)
             request.take(completion, update, now)
             num_tokens += len(completion.token_ids) - num_before
-            touched[request.request_id] = request
             if completion.finish_reason is not None:
                 del self._completions[update.request_id]
                 released[update.request_id] = completion.num_kept_tokens
+            elif not request.stream:
+                continue
+            touched[request.request_id] = request
         shown = [request for request in touched.values() if request.is_shown or request.finished]
         for request in shown:
             if request.finished:
@@ -115,8 +118,9 @@ class _Request:
             for index, request in enumerate(processed.completions)
         ]
         self._processed = processed
-        #: Fields of ``RequestMetrics``, which is made where it is shown.
-        self.metrics: dict[str, Any] = {"arrival_time": now, "speculation": SpeculationMetrics()}
+        self._speculation = SpeculationCounts()
+        #: Other fields of ``RequestMetrics``, which is made where it is shown.
+        self.metrics: dict[str, Any] = {"arrival_time": now}
         self._prompt_logprobs: tuple[PositionLogprobs | None, ...] = (None,)
         self._weight_versions: tuple[int, int] | None = None
 
@@ -132,15 +136,16 @@ class _Request:
 
     def take(self, completion: _Completion, update: RequestUpdate, now: float) -> None:
         if completion.index == 0:
-            # By chunks of the prompt, so the copies are few.
-            self._prompt_logprobs += tuple(map(completion.named, update.prompt_logprobs or ()))
+            if update.prompt_logprobs:
+                # By chunks of the prompt, so the copies are few.
+                self._prompt_logprobs += tuple(map(completion.named, update.prompt_logprobs))
             self.metrics["num_cached_tokens"] = update.num_cached
         if update.samples and not update.failed:
-            stats = self.metrics["speculation"]
-            self.metrics["speculation"] = stats.with_step(update.num_drafts, update.num_accepted)
-        first, last = update.weight_versions
-        oldest, newest = self._weight_versions or (first, last)
-        self._weight_versions = min(oldest, first), max(newest, last)
+            self._speculation.add(update.num_drafts, update.num_accepted)
+        if update.weight_versions != self._weight_versions:
+            first, last = update.weight_versions
+            oldest, newest = self._weight_versions or (first, last)
+            self._weight_versions = min(oldest, first), max(newest, last)
         completion.take(update)
         if completion.token_ids:
             self.metrics.setdefault("first_token_time", now)
@@ -157,7 +162,7 @@ class _Request:
             prompt_token_ids=self._processed.prompt.token_ids,
             outputs=tuple(completion.output() for completion in self.completions),
             finished=self.finished,
-            metrics=RequestMetrics(**self.metrics),
+            metrics=RequestMetrics(**self.metrics, speculation=self._speculation.metrics()),
             prompt_logprobs=self._prompt_logprobs if wanted else None,
             weight_versions=self._weight_versions,
         )
@@ -191,6 +196,7 @@ class _Completion:
         )
         self._stops = StopCursor(stops)
         self._stop_ids = frozenset(request.stop_token_ids)
+        self._most_tokens = request.max_total_tokens - len(request.prompt_token_ids)
         self._logprobs: list[PositionLogprobs] = []
         self._cumulative_logprob = 0.0
         self._windows: list[tuple[int, int]] = []
@@ -223,7 +229,7 @@ class _Completion:
         before = self._detokenizer.finish() if is_stop_token else ""
         added = before + self._detokenizer.append(token_id)
         self._starts.append(len(self._text) + len(before) + self._detokenizer.num_before)
-        if self._ends_at_stop_string(added, held):
+        if self.request.params.stop and self._ends_at_stop_string(added, held):
             return
         is_kept = not is_stop_token or self.request.params.include_stop_str_in_output
         self._text.append(added if is_kept else before)
@@ -231,7 +237,7 @@ class _Completion:
             requested = token_id in (self.request.params.stop_token_ids or ())
             self._stop_reason = token_id if requested else None
             self.end("stop")
-        elif self.num_kept_tokens >= self.request.max_total_tokens:
+        elif len(self.token_ids) >= self._most_tokens:
             self.end("length")
 
     def _ends_at_stop_string(self, added: str, held: str) -> bool:
@@ -241,8 +247,6 @@ class _Completion:
             added: what the text gets with this token.
             held: characters that were held back before it, in which none has ended.
         """
-        if not self.request.params.stop:
-            return False
         # A stop string counts if at least ``min_tokens`` tokens precede the one that it ends in.
         has_min_tokens = len(self.token_ids) > self.request.params.min_tokens
         known = len(held) if added.startswith(held) else 0

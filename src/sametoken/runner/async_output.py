@@ -15,7 +15,7 @@ from sametoken.runner.stream import Event
 from sametoken.sampling.logprobs import TokenLogprobs
 from sametoken.state.upload import to_host
 from sametoken.types.outputs import Logprob, PositionLogprobs, RequestResult, StepResult
-from sametoken.types.plan import StepPlan
+from sametoken.types.plan import ScheduledRequest, StepPlan
 from sametoken.types.structured_outputs import MaskFault
 
 
@@ -77,29 +77,36 @@ class HostBuffer:
             StaleInputsError: the buffer holds another step's result.
         """
         landed = self.rows[: len(plan.requests)].tolist()
-        for row in landed:
-            _require_result_of(plan.step_id, row[0])
+        for found in {row[0] for row in landed}:
+            _require_result_of(plan.step_id, found)
         logprobs = split_by_owner(self.logprobs, len(landed))
         prompt_logprobs = split_by_owner(self.prompt_logprobs, len(landed))
-        results = []
-        for b, (scheduled, row) in enumerate(zip(plan.requests, landed, strict=True)):
-            _, num_drafts, num_proposed, num_accepted, fault, *tokens = row
-            emitted = tuple(tokens[: num_accepted + 1]) if scheduled.samples else ()
-            chosen = logprobs[b]
-            results.append(
-                RequestResult(
-                    num_drafts=num_drafts,
-                    num_proposed=num_proposed,
-                    num_accepted=num_accepted,
-                    token_ids=emitted,
-                    failed=fault != SOUND,
-                    mask_fault=_cause(fault, self.mask_faults.get(b)),
-                    logprobs=None if chosen is None else chosen[: len(emitted)],
-                    prompt_logprobs=prompt_logprobs[b],
-                    routed_experts=self.experts.of(b, scheduled, num_accepted),
-                )
-            )
+        candidates = zip(plan.requests, landed, logprobs, prompt_logprobs, strict=True)
+        results = [self._result(b, *one) for b, one in enumerate(candidates)]
         return StepResult(plan.step_id, tuple(results))
+
+    def _result(
+        self,
+        b: int,
+        scheduled: ScheduledRequest,
+        row: list[int],
+        logprobs: tuple[PositionLogprobs, ...] | None,
+        prompt_logprobs: tuple[PositionLogprobs, ...] | None,
+    ) -> RequestResult:
+        """The result of the request at place ``b``, given its row and its candidates."""
+        _, num_drafts, num_proposed, num_accepted, fault, *tokens = row
+        emitted = tuple(tokens[: num_accepted + 1]) if scheduled.samples else ()
+        return RequestResult(
+            num_drafts,
+            num_proposed,
+            num_accepted,
+            emitted,
+            fault != SOUND,
+            MaskFault.NONE if fault == SOUND else _cause(fault, self.mask_faults.get(b)),
+            logprobs and logprobs[: len(emitted)],
+            prompt_logprobs,
+            self.experts.of(b, scheduled, num_accepted),
+        )
 
     def clear(self) -> None:
         """Mark the buffer as empty."""

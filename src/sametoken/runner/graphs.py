@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from itertools import chain
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,7 +100,8 @@ class StepGraphs:
 
     def run(self, layout: StepLayout, first_place: int, processor: StepLogitsProcessor) -> None:
         """See ``Launcher.run``."""
-        shape = next((one for one in self.shapes if one.holds(layout.shape)), None)
+        needed = layout.shape
+        shape = next((one for one in self.shapes if one.holds(needed)), None)
         if shape is None:
             self.eager.run(layout, first_place, processor)
         else:
@@ -235,7 +236,7 @@ class LayoutRing:
 
     def write(self, table: list[list[int]]) -> None:
         """Write the layout of the next launch, in the form of ``StepLayout.table``."""
-        values = torch.tensor([*chain(*table)], dtype=torch.int64)
+        values = torch.from_numpy(np.array(table, dtype=np.int64)).flatten()
         self.entries[self._written % self.entries.shape[0], : values.numel()] = values
         self._written += 1
 

@@ -77,7 +77,9 @@ class LogitsProcessing:
     def scores_prompts(self, plan: StepPlan) -> bool:
         """Whether a step has prompt rows with log-probabilities requested."""
         requested = self.table.num_prompt_logprobs
-        return any(one.slot in requested and one.num_query > one.samples for one in plan.requests)
+        return bool(requested) and any(
+            one.slot in requested and one.num_query > one.samples for one in plan.requests
+        )
 
     def warm_up(self, ops: StepOps) -> None:
         """Compile what admissions and rules run before any request does. All slots are free."""
@@ -120,7 +122,8 @@ class StepProcessing:
         logits, rules = output.logits, self.processing.table.rules
         self._prompt_logprobs = self._score_prompt(output)
         self._scored = self._keep(output)
-        has_rules = any(slot in rules.edits or slot in rules.counters for slot in self.layout.slots)
+        with_rules = rules.edits.keys() | rules.counters.keys()
+        has_rules = not with_rules.isdisjoint(self.layout.slots)
         if not has_rules and self._pending_masks is None:
             return
         # A row with NaN logits fails its request, even where a mask would hide the NaN.

@@ -175,12 +175,14 @@ class SlotGrammars:
     def start_masks(self, windows: Iterable[tuple[int, int]]) -> PendingMasks | None:
         """Enqueue the copy that masks depend on: committed tokens and published drafts.
 
-        Called before the forward pass, so that the host makes masks while it runs. None, at no
-        cost, if no window has a grammar.
+        Called before the forward pass, so that the host makes masks while it runs. None if no
+        window has a grammar, at no cost if no slot has.
 
         Args:
             windows: slot and draft limit of each request; slot -1 for a request without a window.
         """
+        if not self._cursors:
+            return None
         places = [
             (place, slot, limit)
             for place, (slot, limit) in enumerate(windows)

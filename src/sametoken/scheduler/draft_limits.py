@@ -30,8 +30,7 @@ CROWD_WEIGHTS = 1.0, 20.0
 DECAY = 0.95
 
 
-@dataclass(frozen=True, slots=True)
-class DraftRecord:
+class DraftRecord(NamedTuple):
     """Acceptance counts over the processed windows of one request.
 
     Attributes:

@@ -148,14 +148,15 @@ class KeptStates:
         state = self.pool.use(self._key(request, request.num_cached))
         return [StateCopy(request.held_slot, request.num_cached, state)]
 
-    def kept_after(self, turn: Turn) -> list[StateCopy]:
-        """The copies to make after a turn, which is about to be launched.
+    def kept_after(self, turns: Sequence[Turn]) -> list[StateCopy]:
+        """The copies to make after the turns of a step, which is about to be launched.
 
         No request of the same plan can be given these states: all are admitted by now.
         """
-        if not self._needed:
-            return []
-        return self._of_window(turn) if not turn.request.prefilling else self._of_chunk(turn)
+        copies: list[StateCopy] = []
+        for turn in turns if self._needed else ():
+            copies += self._of_chunk(turn) if turn.request.prefilling else self._of_window(turn)
+        return copies
 
     def keep_answer(self, request: RequestState, keys: Sequence[bytes]) -> None:
         """Keep the last held state of a request that ends, as far as its tokens are kept.

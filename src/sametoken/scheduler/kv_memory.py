@@ -99,17 +99,13 @@ class KVMemory:
         cached = self._start_after(request, CachedPrefix(cached.blocks))
         return cached if self._fits_prompt(request, cached) else None
 
-    def extend(self, turn: Turn, draft: PlanDraft) -> None:
-        """Append the new blocks that a request needs for a turn."""
-        self._assign(turn.request, self._lacking(turn), draft)
-
     def assign_prefix(self, request: RequestState, cached: CachedPrefix, draft: PlanDraft) -> None:
         """Give an admitted request its cached prefix; what was saved is copied to new blocks."""
         self.pool.share(cached.blocks)
         draft.assign_blocks(request, list(cached.blocks))
         if not cached.saved:
             return
-        blocks = self._assign(request, len(cached.saved), draft)
+        blocks = self.extend(request, len(cached.saved), draft)
         host_blocks = self.swap.host_blocks(cached.saved)
         draft.swap_ins.append(SwapIn(request.held_slot, tuple(blocks), host_blocks))
         for key, block in zip(cached.saved, blocks, strict=True):
@@ -130,7 +126,7 @@ class KVMemory:
 
     def swap_in(self, request: RequestState, turn: Turn, draft: PlanDraft) -> None:
         """Give a preempted request blocks for a turn, with what was saved, or for a restart."""
-        blocks = self._assign(request, self._blocks_to_swap_in(turn), draft)
+        blocks = self.extend(request, self._blocks_to_swap_in(turn), draft)
         if request.saved:
             host_blocks = self.swap.host_blocks(request.saved)
             in_use = tuple(blocks[: len(host_blocks)])
@@ -156,9 +152,14 @@ class KVMemory:
             request.lose_kv()
         return self._blocks_to_swap_in(Turn.least(request)) <= self.pool.num_available
 
-    def lacks_blocks(self, turn: Turn) -> bool:
-        """Whether a running request needs more blocks for a turn than are available."""
-        return self._lacking(turn) > self.pool.num_available
+    def lacking(self, turn: Turn) -> int:
+        """New blocks that a request needs for a turn."""
+        needed = self.limits.blocks_for(turn.hi_after + self.limits.lookahead_slots)
+        return max(0, needed - turn.request.table_len)
+
+    def lacks_blocks(self, request: RequestState) -> bool:
+        """Whether a running request needs more blocks for its shortest turn than are available."""
+        return self.lacking(Turn.least(request)) > self.pool.num_available
 
     def drop_behind(self, request: RequestState) -> None:
         """Free a running request's blocks that lie behind the window of every later row.
@@ -232,10 +233,8 @@ class KVMemory:
         self.swap.drop(request.block_keys)
         self.states.forget(request)
 
-    def _assign(self, request: RequestState, count: int, draft: PlanDraft) -> list[int]:
+    def extend(self, request: RequestState, count: int, draft: PlanDraft) -> list[int]:
         """Append ``count`` new blocks to a request's table; evicted prefixes are saved."""
-        if not count:
-            return []
         blocks = self.pool.allocate(count)
         saved = [(block, self.swap.save_prefix(key)) for key, block in self.pool.evicted]
         self.pool.evicted.clear()
@@ -259,17 +258,12 @@ class KVMemory:
         unused = sum(not self.pool.references(block) for block in cached.blocks)
         return needed - len(cached.blocks) <= self.pool.num_available - unused
 
-    def _lacking(self, turn: Turn) -> int:
-        """New blocks that a request needs for a turn."""
-        needed = self.limits.blocks_for(turn.hi_after + self.limits.lookahead_slots)
-        return max(0, needed - turn.request.table_len)
-
     def _blocks_to_swap_in(self, turn: Turn) -> int:
         """Blocks that a swapped request needs for a turn: at least those that it had."""
         request = turn.request
         replayed = request.num_replayed + 1 + self.limits.lookahead_slots if request.replays else 0
         in_replay = self.limits.blocks_for(replayed) - request.num_dropped
-        return max(len(request.saved), in_replay, self._lacking(turn))
+        return max(len(request.saved), in_replay, self.lacking(turn))
 
     def _kept_keys(self, request: RequestState, num_kept_tokens: int) -> tuple[bytes, ...]:
         """Keys of prompt and output up to the kept tokens; those of the prompt are known."""

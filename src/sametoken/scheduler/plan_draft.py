@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from itertools import accumulate, islice
+from typing import NamedTuple
 
 from sametoken.scheduler.draft_limits import FREE_ROWS, DraftWorth, windows_of
 from sametoken.scheduler.limits import SchedulerLimits
@@ -22,8 +24,7 @@ from sametoken.types.plan import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """One request's share of the next step, before it is launched.
 
     ``num_query`` and ``draft_limit`` are as in ``ScheduledRequest``.
@@ -41,7 +42,7 @@ class Turn:
     @property
     def is_window(self) -> bool:
         """Whether it computes one committed token and samples; otherwise it is a chunk."""
-        return self.samples and self.num_query == 1
+        return self.num_query == 1 and self.samples
 
     @property
     def samples(self) -> bool:
@@ -58,8 +59,8 @@ class Turn:
         For a chunk inside a prompt: the end of the chunk plus one token.
         """
         request = self.request
-        start = request.position if request.prefilling else request.bound.hi
-        return start + self.draft_limit + (self.num_query + 1 if request.prefilling else 1)
+        end = request.position + self.num_query if request.prefilling else request.bound.hi
+        return end + self.draft_limit + 1
 
     @classmethod
     def least(cls, request: RequestState) -> Turn:
@@ -76,13 +77,16 @@ class Turn:
 
     def scheduled(self) -> ScheduledRequest:
         """The turn as part of a plan."""
+        request, num_query, draft_limit = self
+        if not request.prefilling:
+            return ScheduledRequest(request.held_slot, num_query, draft_limit, samples=True)
         return ScheduledRequest(
-            self.request.held_slot,
-            self.num_query,
-            self.draft_limit,
+            request.held_slot,
+            num_query,
+            draft_limit,
             self.samples,
-            self.request.replays,
-            self.request.expanded_to(self.num_query),
+            request.replays,
+            request.expanded_to(num_query),
         )
 
 
@@ -136,7 +140,12 @@ class PlanDraft:
 
     def build(self, kept_states: Sequence[StateCopy]) -> StepPlan:
         """The finished plan, its requests in order; ``turns`` are sorted likewise."""
-        self.turns.sort(key=lambda turn: (not turn.is_window, turn.request.expanded_to(1) > 0))
+        windows: list[Turn] = []
+        chunks: list[Turn] = []
+        for turn in self.turns:
+            (windows if turn.is_window else chunks).append(turn)
+        chunks.sort(key=lambda turn: turn.request.expanded_to(1) > 0)
+        self.turns = windows + chunks
         return StepPlan(
             step_id=self.step_id,
             swap_outs=tuple(self.swap_outs),
@@ -189,13 +198,20 @@ class RowBudget:
 
     def share(self, step_id: int, candidates: Sequence[RequestState]) -> list[Turn]:
         """Turns for requests that can run, in the order of ``candidates``, oldest first."""
-        decodes = [request for request in candidates if not request.prefilling]
-        prompts = {request: request.num_left for request in candidates if request.prefilling}
+        decodes: list[RequestState] = []
+        prompts: dict[RequestState, int] = {}
+        for request in candidates:
+            if request.prefilling:
+                prompts[request] = request.num_left
+            else:
+                decodes.append(request)
         longest = self._longest_chunk(len(decodes), prompts)
         rows = self._rows(len(decodes), prompts.values(), longest)
         reserved = max(1, rows // SHARE) if prompts else 0
-        decodes.sort(key=lambda request: request.last_step)
-        served = decodes[: rows - reserved if step_id % 2 else rows]
+        most_served = rows - reserved if step_id % 2 else rows
+        served = decodes
+        if len(decodes) > most_served:
+            served = nsmallest(most_served, decodes, key=lambda request: request.last_step)
         left = rows - len(served)
         k, beside = self._limits.num_speculative_tokens, min(left, sum(prompts.values()))
         most = {request: request.most_drafts(k) for request in served}
@@ -206,10 +222,13 @@ class RowBudget:
         ending = sum(chunk == prompts[request] for request, chunk in chunks.items())
         sampled = max_sampled_rows(rows, self._limits.max_num_seqs) - len(served) - ending
         drafts = _fair_shares(wanted, min(left - sum(chunks.values()), sampled))
-        turns = {request: Turn(request, 1, limit) for request, limit in drafts.items()}
-        turns |= {request: Turn(request, chunk, 0) for request, chunk in chunks.items() if chunk}
-        in_order = [turns[request] for request in candidates if request in turns]
-        return fit_to_captured(in_order, worth, self._limits.captured_shapes) if worth else in_order
+        turns: list[Turn] = []
+        for request in candidates:
+            if (limit := drafts.get(request)) is not None:
+                turns.append(Turn(request, 1, limit))
+            elif chunk := chunks.get(request):
+                turns.append(Turn(request, chunk, 0))
+        return fit_to_captured(turns, worth, self._limits.captured_shapes) if worth else turns
 
     def _longest_chunk(self, num_decoding: int, prompts: dict[RequestState, int]) -> int:
         limits = self._limits

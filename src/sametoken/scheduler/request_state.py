@@ -195,16 +195,16 @@ def update_of(
     elif result.prompt_logprobs is None and result.routed_experts is None:
         return None
     return RequestUpdate(
-        request_id=request.request.request_id,
-        token_ids=result.token_ids,
-        num_drafts=result.num_drafts,
-        num_accepted=result.num_accepted,
-        samples=scheduled.samples,
-        num_cached=request.num_cached,
-        logprobs=result.logprobs,
-        prompt_logprobs=result.prompt_logprobs,
-        weight_versions=request.weight_versions,
-        routed_experts=result.routed_experts,
+        request.request.request_id,
+        result.token_ids,
+        result.num_drafts,
+        result.num_accepted,
+        scheduled.samples,
+        request.num_cached,
+        request.weight_versions,
+        result.logprobs,
+        result.prompt_logprobs,
+        result.routed_experts,
     )
 
 

@@ -268,11 +268,12 @@ class Scheduler:
     def _candidates(self, draft: PlanDraft) -> list[RequestState]:
         """Requests that could run in the next step, oldest first."""
         ready: list[RequestState] = []
+        youngest = self._youngest if self._running else None
         for request in self._running.values():
             self._memory.drop_behind(request)
             if request.at_limit:
                 continue
-            if request is self._youngest and self._memory.lacks_blocks(Turn.least(request)):
+            if request is youngest and self._memory.lacks_blocks(request):
                 draft.short_of_blocks = True
             else:
                 ready.append(request)
@@ -301,15 +302,17 @@ class Scheduler:
 
     def _schedule_running(self, turn: Turn, draft: PlanDraft) -> None:
         """Schedule a running request, swapping out younger ones if blocks are short."""
-        request = turn.request
-        if self._memory.lacks_blocks(turn):
-            while self._memory.lacks_blocks(Turn.least(request)):
+        request, lacking = turn.request, self._memory.lacking(turn)
+        if lacking > self._pool.num_available:
+            while self._memory.lacks_blocks(request):
                 if request is self._youngest:
                     draft.short_of_blocks = True
                     return
                 self._swap_out(self._youngest, draft)
             turn = self._memory.fit(turn)
-        self._memory.extend(turn, draft)
+            lacking = self._memory.lacking(turn)
+        if lacking:
+            self._memory.extend(request, lacking, draft)
         draft.turns.append(turn)
 
     def _schedule_new(self, turn: Turn, draft: PlanDraft) -> None:
@@ -346,15 +349,14 @@ class Scheduler:
         self._next_admission += 1
         draft.admit(request)
         self._memory.assign_prefix(request, cached, draft)
-        self._memory.extend(turn, draft)
+        self._memory.extend(request, self._memory.lacking(turn), draft)
         draft.restored_states += self._states.restored(request)
         self._move(request, Status.RUNNING)
         draft.turns.append(turn)
         return True
 
     def _launch(self, draft: PlanDraft) -> StepPlan:
-        kept = [copy for turn in draft.turns for copy in self._states.kept_after(turn)]
-        plan = draft.build(kept)
+        plan = draft.build(self._states.kept_after(draft.turns))
         for turn, scheduled in zip(draft.turns, plan.requests, strict=True):
             request = turn.request
             request.num_in_flight += 1

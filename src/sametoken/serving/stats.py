@@ -9,9 +9,8 @@ import bisect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 
-from sametoken.types.outputs import RequestOutput, SpeculationMetrics
+from sametoken.types.outputs import RequestOutput, SpeculationCounts, SpeculationMetrics
 from sametoken.types.request import RequestUpdate
 
 #: Upper bounds of the step time's buckets in seconds; one more bucket is above the last.
@@ -154,9 +153,9 @@ class StatsCollector:
         self._finished: Counter[str] = Counter()
         self._step_counts = [0] * (len(STEP_TIME_BOUNDS) + 1)
         self._step_total = 0.0
-        # Windows by their number of drafts, and of accepted drafts.
-        self._by_drafts = [0] * (num_speculative_tokens + 1)
-        self._by_accepted = [0] * (num_speculative_tokens + 1)
+        # From the start with every position of a window.
+        positions = [0] * num_speculative_tokens
+        self._speculation = SpeculationCounts(offered=positions, accepted=positions.copy())
 
     def count_step(self, seconds: float) -> None:
         """Count a step and its duration."""
@@ -166,8 +165,7 @@ class StatsCollector:
     def count_update(self, update: RequestUpdate) -> None:
         """Count the drafts of one request's step."""
         if update.samples and not update.failed:
-            self._by_drafts[update.num_drafts] += 1
-            self._by_accepted[update.num_accepted] += 1
+            self._speculation.add(update.num_drafts, update.num_accepted)
 
     def count_tokens(self, num_tokens: int) -> None:
         """Count tokens that outputs gained."""
@@ -183,7 +181,7 @@ class StatsCollector:
         """The totals; the other fields keep their defaults."""
         return EngineStats(
             step_time=Histogram(STEP_TIME_BOUNDS, tuple(self._step_counts), self._step_total),
-            speculation=self._speculation(),
+            speculation=self._speculation.metrics(),
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
             num_output_tokens=self._num_output_tokens,
@@ -191,17 +189,3 @@ class StatsCollector:
             num_failed=self.num_failed,
             num_overloaded=self.num_overloaded,
         )
-
-    def _speculation(self) -> SpeculationMetrics:
-        return SpeculationMetrics(
-            num_steps=sum(self._by_drafts),
-            num_draft_tokens=sum(n * count for n, count in enumerate(self._by_drafts)),
-            num_accepted_tokens=sum(n * count for n, count in enumerate(self._by_accepted)),
-            offered_per_position=_at_least(self._by_drafts),
-            accepted_per_position=_at_least(self._by_accepted),
-        )
-
-
-def _at_least(counts: list[int]) -> tuple[int, ...]:
-    """Turn counts of windows with exactly n into counts with n or more, for n = 1 .. k."""
-    return tuple(accumulate(reversed(counts[1:])))[::-1]

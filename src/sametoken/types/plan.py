@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sametoken.types.sampling_params import SamplingParams
 from sametoken.types.structured_outputs import Grammar
@@ -78,8 +79,7 @@ class StateCopy:
     state: int
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """The rows of one slot in a step.
 
     Attributes:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sametoken.types.outputs import PositionLogprobs
 from sametoken.types.sampling_params import SamplingParams
@@ -55,8 +55,7 @@ class EngineRequest:
         object.__setattr__(self, "params", params)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestUpdate:
+class RequestUpdate(NamedTuple):
     """The processed output of one step for one request.
 
     Attributes:
@@ -64,13 +63,13 @@ class RequestUpdate:
         num_drafts, num_accepted: counts of this step's window.
         samples: whether the step reached the end of the prompt and emitted tokens.
         num_cached: prompt positions that the prefix cache supplied.
-        failed: NaN logits or no valid token; ``token_ids`` is empty, the request is released.
-        mask_fault: why no token was valid; NONE if NaN logits are the cause.
+        weight_versions: of the weights of the request's first step, and of this one.
         logprobs: one entry per token of ``token_ids``, if requested.
         prompt_logprobs: entries of prompt positions in order, if requested; the first
             prompt token has none.
-        weight_versions: of the weights of the request's first step, and of this one.
         routed_experts: as in ``RequestResult``.
+        failed: NaN logits or no valid token; ``token_ids`` is empty, the request is released.
+        mask_fault: why no token was valid; NONE if NaN logits are the cause.
     """
 
     request_id: str
@@ -79,26 +78,9 @@ class RequestUpdate:
     num_accepted: int
     samples: bool
     num_cached: int
-    failed: bool = False
-    mask_fault: MaskFault = MaskFault.NONE
+    weight_versions: tuple[int, int] = (0, 0)
     logprobs: tuple[PositionLogprobs, ...] | None = None
     prompt_logprobs: tuple[PositionLogprobs, ...] | None = None
-    weight_versions: tuple[int, int] = (0, 0)
-    routed_experts: np.ndarray[Any, Any] | None = field(default=None, compare=False)
-
-    def __reduce__(self) -> tuple[type[RequestUpdate], tuple[Any, ...]]:
-        """Pickled by position: a frozen dataclass with slots takes twice as long by itself."""
-        return RequestUpdate, (
-            self.request_id,
-            self.token_ids,
-            self.num_drafts,
-            self.num_accepted,
-            self.samples,
-            self.num_cached,
-            self.failed,
-            self.mask_fault,
-            self.logprobs,
-            self.prompt_logprobs,
-            self.weight_versions,
-            self.routed_experts,
-        )
+    routed_experts: np.ndarray[Any, Any] | None = None
+    failed: bool = False
+    mask_fault: MaskFault = MaskFault.NONE

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from mutants.catalogue.planting import LAW, instead_of, mutant
@@ -36,7 +34,7 @@ def the_last_token_is_expanded(patch: pytest.MonkeyPatch) -> None:
 @mutant("a-fast-chunk-of-mamba-2-cut-anywhere", LAW, CUT_NEMOTRON, "tokens", guarded=False)
 def chunks_are_cut_anywhere(patch: pytest.MonkeyPatch, guarded: bool) -> None:
     """So the next one begins at no multiple."""
-    patch.setattr(Turn, "cut", lambda self, num_rows: replace(self, num_query=num_rows))
+    patch.setattr(Turn, "cut", lambda self, num_rows: self._replace(num_query=num_rows))
     if not guarded:
         patch.setattr(row_by_row, "_require_multiple", lambda part, position: None)
 

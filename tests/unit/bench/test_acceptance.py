@@ -13,14 +13,7 @@ from sametoken.bench.acceptance import (
 )
 from sametoken.types.outputs import SpeculationMetrics
 
-
-def metrics_of(windows) -> SpeculationMetrics:
-    total = SpeculationMetrics()
-    for num_drafts, num_accepted in windows:
-        total = total.with_step(num_drafts, num_accepted)
-    return total
-
-
+metrics_of = SpeculationMetrics.of
 WINDOWS = [(3, 3), (3, 0), (3, 1), (3, 2)]
 
 

@@ -60,7 +60,13 @@ class ScriptedEngine:
             tokens = tuple(range(width))
             updates.append(
                 RequestUpdate(
-                    request_id, tokens, 0 if turn == 0 else 3, width - 1, True, 0, self.poison
+                    request_id,
+                    tokens,
+                    0 if turn == 0 else 3,
+                    width - 1,
+                    True,
+                    0,
+                    failed=self.poison,
                 )
             )
         return tuple(updates)
@@ -110,7 +116,7 @@ def test_tokens_beyond_the_end_do_not_count():
     assert run.requests[0].num_emitted == 6
     # Windows count whole: that the last token was not needed says nothing of acceptance.
     assert run.speculation.num_accepted_tokens == 6
-    assert run.speculation.acceptance_length == 4.0
+    assert run.speculation.metrics().acceptance_length == 4.0
 
 
 def test_context_is_what_was_committed_before_the_step():

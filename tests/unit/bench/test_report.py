@@ -11,7 +11,7 @@ import torch
 from sametoken.bench.measure import RequestRecord, Run, StepRecord
 from sametoken.bench.report import environment, percentile, summarise
 from sametoken.bench.roofline import Bandwidth, Traffic
-from sametoken.types.outputs import SpeculationMetrics
+from sametoken.types.outputs import SpeculationCounts
 
 TRAFFIC = Traffic(weights=1000, draft_weights=200, kv_per_token=10)
 BANDWIDTH = Bandwidth(1e6, "a test")
@@ -27,7 +27,7 @@ def a_run(durations=(0.010, 0.020, 0.030)):
     for index, duration in enumerate(durations):
         now += duration
         run.steps.append(StepRecord(now, True, 2, 4, 16 + 4 * index))
-        run.speculation = run.speculation.with_step(3, 1)
+        run.speculation.add(3, 1)
     run.seconds = now
     num_tokens = 1 + 2 * (1 + len(durations))
     for _ in range(2):
@@ -65,7 +65,7 @@ def test_what_was_not_there_to_measure_is_none():
     run = Run(batch=1, seconds=0.1)
     run.requests.append(RequestRecord(5, 1, 0.0, 0.1, 0.1, 1, 1))
     run.steps.append(StepRecord(0.1, False, 1, 1, 5))
-    run.speculation = SpeculationMetrics()
+    run.speculation = SpeculationCounts()
     summary = summarise(1, [run], TRAFFIC, BANDWIDTH)
     for name in ("tpot_mean", "step_median", "decode_tokens_per_second", "acceptance_length"):
         assert getattr(summary, name) is None

@@ -26,7 +26,12 @@ from sametoken.engine.user_inputs import PromptTokens
 from sametoken.errors import EngineDeadError, NumericalError, RequestError, UnsupportedError
 from sametoken.serving.http.config import ServerConfig
 from sametoken.text.tokenizer import Tokenizer
-from sametoken.types.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from sametoken.types.outputs import (
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+    SpeculationMetrics,
+)
 from sametoken.types.sampling_params import SamplingParams, derive_seed
 
 CONTEXT = 40
@@ -81,7 +86,7 @@ class EchoLLM:
         for end in range(1, len(text) + 1, 2):
             # One token, then windows of two: a draft that was accepted, and the target's own.
             drafts = int(end > 1 and self.config.speculative_config is not None)
-            speculation = metrics.speculation.with_step(drafts, drafts)
+            speculation = metrics.speculation + SpeculationMetrics.of([(drafts, drafts)])
             finished = 3.0 if end + 2 > len(text) else None
             metrics = RequestMetrics(0.0, 1.0, finished, 0, speculation)
             said = text[:end]

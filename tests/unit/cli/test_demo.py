@@ -73,7 +73,7 @@ def outputs(windows):
     token_ids, speculation = (), RequestMetrics(0.0).speculation
     for number, window in enumerate(windows, start=1):
         token_ids += tuple(window)
-        speculation = speculation.with_step(len(window) - 1, len(window) - 1)
+        speculation += SpeculationMetrics.of([(len(window) - 1, len(window) - 1)])
         finished = number == len(windows)
         metrics = RequestMetrics(0.0, 1.0, 3.0 if finished else None, 0, speculation)
         text = "".join(LETTERS[token_id] for token_id in token_ids)

@@ -23,7 +23,12 @@ from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.request_memory import RequestMemory
 from sametoken.errors import NumericalError, UnsupportedError
 from sametoken.llm import LLM
-from sametoken.types.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from sametoken.types.outputs import (
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+    SpeculationMetrics,
+)
 from sametoken.types.sampling_params import SamplingParams
 
 SPECULATION = '{"method": "ngram", "num_speculative_tokens": 4}'
@@ -95,7 +100,7 @@ class FakeLLM:
             metrics = dataclasses.replace(
                 metrics,
                 finished_time=12.5 if length == 3 else None,
-                speculation=metrics.speculation.with_step(4, 1),
+                speculation=metrics.speculation + SpeculationMetrics.of([(4, 1)]),
             )
             text = " ".join(["one", "two", "three"][:length])
             completion = CompletionOutput(

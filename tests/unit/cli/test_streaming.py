@@ -13,7 +13,12 @@ from helpers.chat_model import SPECIAL, byte_tokenizer
 from sametoken.cli.streaming import ACCEPTED_STYLE, REASONING_STYLE, content_of, shown
 from sametoken.serving.http.parsed import parse_nothing
 from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, RenderedPrompt
-from sametoken.types.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from sametoken.types.outputs import (
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+    SpeculationMetrics,
+)
 
 HARMONY = (
     "<|channel|>analysis<|message|>Let me héar.<|end|><|start|>assistant"
@@ -28,9 +33,8 @@ def outputs_of(text: str, tokenizer):
     for end in range(WINDOW, len(ids) + WINDOW, WINDOW):
         finished = end >= len(ids)
         num_new = min(end, len(ids)) - end + WINDOW
-        metrics = RequestMetrics(
-            0.0, 1.0, None, 0, metrics.speculation.with_step(WINDOW, num_new - 1)
-        )
+        speculation = metrics.speculation + SpeculationMetrics.of([(WINDOW, num_new - 1)])
+        metrics = RequestMetrics(0.0, 1.0, None, 0, speculation)
         said = tokenizer.decode(ids[:end]).removesuffix("\ufffd")
         completion = CompletionOutput(0, said, ids[:end], "stop" if finished else None)
         yield RequestOutput("0", None, (1,), (completion,), finished, metrics)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
@@ -51,7 +50,7 @@ class Run:
         """One update; returns what came of it and who is released, with the tokens kept."""
         update = RequestUpdate(request_id, token_ids, max(len(token_ids) - 1, 0), 0, True, 0)
         self.now += 1.0
-        done = self.outputs.process([dataclasses.replace(update, **changes)], self.now)
+        done = self.outputs.process([update._replace(**changes)], self.now)
         return (done.outputs[0] if done.outputs else None), done.released
 
 

@@ -5,11 +5,21 @@ from __future__ import annotations
 import gc
 import weakref
 
-from sametoken.io.garbage import exempt_objects
+import pytest
+
+from sametoken.io.garbage import exempt_objects, objects_exempt
 
 
 class Node:
     """Of a cycle."""
+
+
+@pytest.fixture(autouse=True)
+def thawed():
+    """The suite leaves out what was imported (tests/conftest.py)."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 def test_a_search_sees_new_objects_alone_and_old_garbage_is_gone():
@@ -28,3 +38,26 @@ def test_a_search_sees_new_objects_alone_and_old_garbage_is_gone():
     gc.collect()
     assert gone() is None
     assert kept.itself is kept
+
+
+def test_a_block_leaves_out_what_was_there_and_gives_it_back():
+    garbage = Node()
+    garbage.itself = garbage
+    gone = weakref.ref(garbage)
+    with objects_exempt():
+        del garbage
+        gc.collect()
+        assert gone() is not None
+        with objects_exempt():
+            pass
+        assert gc.get_freeze_count()
+    assert not gc.get_freeze_count()
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_the_caller_has_left_out_stays_so():
+    exempt_objects()
+    with objects_exempt():
+        pass
+    assert gc.get_freeze_count()

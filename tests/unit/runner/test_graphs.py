@@ -72,3 +72,20 @@ def test_a_capture_without_memory_leaves_host_and_device_at_one_count(ops, monke
     with pytest.raises(torch.OutOfMemoryError):
         StepGraphs(step, (shape_of(3),), full, None)._warm_up(shape_of(3))
     assert full._written == ring.num_launches.item() == 0
+
+
+def test_the_sizes_of_a_step_are_counted_once_however_many_shapes_are_captured():
+    """Once for each, a crowd of 1,024 took half of the host's time."""
+    counted = []
+
+    class Counted(StepLayout):
+        @property
+        def shape(self):
+            counted.append(self.step_id)
+            return super().shape
+
+    rows = tuple(ScheduledRequest(slot, 1, 0, True) for slot in range(7))
+    layout = Counted.of(StepPlan(3, requests=rows))
+    eager = SimpleNamespace(run=lambda *arguments: None)
+    StepGraphs(None, tuple(map(shape_of, range(1, 7))), None, eager).run(layout, 0, None)
+    assert counted == [3]

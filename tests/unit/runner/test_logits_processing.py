@@ -408,5 +408,5 @@ def test_rows_of_prompts_are_scored_where_their_request_asks():
         ScheduledRequest(1, *rest) for rest in ((1, 0, False), (2, 0, True), (1, 2, True))
     )
     assert [scored(one) for one in (chunk, end, window)] == [True, True, False]
-    assert not scored(replace(chunk, slot=0), window)
-    assert scored(replace(window, slot=0), chunk)
+    assert not scored(chunk._replace(slot=0), window)
+    assert scored(window._replace(slot=0), chunk)

@@ -72,7 +72,7 @@ def test_what_chance_explains_is_no_difference_between_requests():
     faded = [DraftRecord(0, 1e-9)] * 500
     assert rates(*unlike, *faded)[4] > 0.8
     # Of a few drafts each, the same rates say less.
-    few = [replace(one, accepted=one.accepted / 5, verified=2.0) for one in unlike]
+    few = [one._replace(accepted=one.accepted / 5, verified=2.0) for one in unlike]
     assert max(rates(*few)) - min(rates(*few)) < 0.3
 
 
@@ -378,7 +378,7 @@ def test_the_likeliest_drafts_take_the_place_of_a_captured_step_s_padding(kit):
 
 def test_drafts_that_are_not_worth_a_larger_captured_step_are_left_out(kit):
     """48 rows more are worth 16 tokens: 16 of 48 rows are decoding requests."""
-    silent = replace(FAIR, proposes=False)
+    silent = FAIR._replace(proposes=False)
     shapes = captured(16, 16, longest=1), captured(16, 64)
     for good, others in ((5, 0), (6, 3)):
         found = planned(kit, [GOOD] * good + [silent] * (16 - good), *shapes)
@@ -390,7 +390,7 @@ def test_drafts_that_are_not_worth_a_larger_captured_step_are_left_out(kit):
 
 
 def test_padding_brings_no_draft_to_steps_without(kit):
-    silent = replace(FAIR, proposes=False)
+    silent = FAIR._replace(proposes=False)
     shapes = captured(16, 16, longest=1), captured(16, 64)
     assert planned(kit, [BAD] * 16, *shapes) == [0] * 16
     assert planned(kit, [GOOD] * 8 + [silent] * 8, *shapes) == [3] * 8 + [0] * 8

@@ -543,7 +543,7 @@ def test_prompt_logprobs_of_a_chunk_make_an_update(kit):
     scheduler.add(kit.request("r", 12, prompt_logprobs=0))
     plan = scheduler.plan()
     entry = {3: None}
-    row = dataclasses.replace(kit.result(plan).requests[0], prompt_logprobs=(entry,))
+    row = kit.result(plan).requests[0]._replace(prompt_logprobs=(entry,))
     [update] = scheduler.process_output(StepResult(plan.step_id, (row,)))
     assert update.token_ids == ()
     assert not update.samples
@@ -572,7 +572,7 @@ def test_a_verdict_that_the_row_cannot_have_is_refused(kit):
     good = kit.result(plan).requests[0]
     with pytest.raises(InvariantError, match="has 0 requests, its plan 1"):
         scheduler.process_output(StepResult(plan.step_id, ()))
-    bad = dataclasses.replace(good, num_drafts=3)
+    bad = good._replace(num_drafts=3)
     with pytest.raises(InvariantError, match="0 of 3 drafts where at most 2"):
         scheduler.process_output(StepResult(plan.step_id, (bad,)))
 
@@ -582,7 +582,7 @@ def test_a_missing_token_is_refused(kit):
     scheduler.add(kit.request("r", 3))
     kit.step(scheduler)
     plan = scheduler.plan()
-    bad = dataclasses.replace(kit.result(plan, accept=2).requests[0], token_ids=(7, 7))
+    bad = kit.result(plan, accept=2).requests[0]._replace(token_ids=(7, 7))
     with pytest.raises(InvariantError, match="emitted 2 tokens, expected 3"):
         scheduler.process_output(StepResult(plan.step_id, (bad,)))
 

@@ -29,12 +29,15 @@ from sametoken.types.plan import ScheduledRequest, StepPlan
 
 RESERVED = 99
 
+
+def scheduled(*fields):
+    return st.tuples(st.integers(0, 9), *fields).map(lambda drawn: ScheduledRequest(*drawn))
+
+
+windows = scheduled(st.just(1), st.integers(0, 7), st.just(True))
+long = scheduled(st.integers(2, 40), st.just(0), st.booleans())
+inside = scheduled(st.just(1), st.just(0), st.just(False))
 #: Windows, then chunks of which some sample.
-windows = st.builds(
-    ScheduledRequest, st.integers(0, 9), st.just(1), st.integers(0, 7), st.just(True)
-)
-long = st.builds(ScheduledRequest, st.integers(0, 9), st.integers(2, 40), st.just(0), st.booleans())
-inside = st.builds(ScheduledRequest, st.integers(0, 9), st.just(1), st.just(0), st.just(False))
 plans = st.builds(
     lambda first, rest: StepPlan(7, requests=(*first, *rest)),
     st.lists(windows, max_size=4),

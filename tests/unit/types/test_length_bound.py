@@ -20,10 +20,11 @@ def test_an_unsettled_length_cannot_be_used_as_an_index():
         _ = bound.exact
 
 
-@pytest.mark.parametrize(("lo", "hi"), [(-1, 2), (3, 2), (-2, -1)])
-def test_only_intervals_of_lengths_exist(lo, hi):
+@pytest.mark.parametrize(("limit", "accepted"), [(4, 0), (4, 3), (5, 4)])
+def test_a_result_belongs_to_a_step_that_was_launched(limit, accepted):
+    bound = LenBound.known(5).after_launch(3)
     with pytest.raises(InvariantError, match="is not an interval"):
-        LenBound(lo, hi)
+        bound.after_result(limit, accepted)
 
 
 def test_launch_and_result_move_the_ends():

@@ -4,16 +4,10 @@ from hypothesis import strategies as st
 
 from sametoken.types.outputs import CompletionOutput, SpeculationMetrics
 
+counted = SpeculationMetrics.of
 STEPS = st.lists(
     st.integers(0, 5).flatmap(lambda drafts: st.tuples(st.just(drafts), st.integers(0, drafts)))
 )
-
-
-def counted(steps):
-    metrics = SpeculationMetrics()
-    for num_drafts, num_accepted in steps:
-        metrics = metrics.with_step(num_drafts, num_accepted)
-    return metrics
 
 
 def test_a_completion_is_shown_without_its_windows():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from pydantic_core import from_json
@@ -312,10 +311,10 @@ def test_a_budget_of_thinking_binds_if_it_leaves_room_for_a_text(serve, thinking
 def test_cached_tokens_are_counted_apart(serve):
     class Cached(FakeEngine):
         def _update(self, *args, **kwargs):
-            return replace(super()._update(*args, **kwargs), num_cached=7)
+            return super()._update(*args, **kwargs)._replace(num_cached=7)
 
         def _chunk(self, *args):
-            return replace(super()._chunk(*args), num_cached=7)
+            return super()._chunk(*args)._replace(num_cached=7)
 
     plain = whole(serve, "hello")["usage"]
     found = {

@@ -178,8 +178,8 @@ class FakeEngine:
     async def _put(self, stream: RequestStream, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
             stream.put(output)
-        # A reader sees every output, as it does while it is faster than a model.
-        while stream._newest is not None and stream.request_id not in self.aborted:
+        # A reader sees every output, as it does while it is faster than a model, or the last one.
+        while stream._newest and not (stream._at_end or stream.request_id in self.aborted):
             await asyncio.sleep(0)
 
     def _chunk(self, name: str, request: ProcessedRequest) -> RequestUpdate:

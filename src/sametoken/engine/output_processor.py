@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,20 +24,36 @@ from sametoken.types.outputs import (
 from sametoken.types.request import EngineRequest, RequestUpdate
 
 
+class Shown(Protocol):
+    """A request with something to show."""
+
+    request_id: str
+    finished: bool
+
+    def output(self) -> RequestOutput:
+        """All of it by now."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessedUpdates:
     """The result of processing updates.
 
     Attributes:
-        outputs: outputs of finished requests, and of streamed ones with new tokens.
+        shown: finished requests, and streamed ones with new tokens.
         released: ids of finished engine requests, each with the tokens of prompt and output
             that it kept, for ``EngineCore.release``.
         num_tokens: tokens that the updates added to outputs; those cut at a stop are none.
     """
 
-    outputs: tuple[RequestOutput, ...]
+    shown: tuple[Shown, ...]
     released: Mapping[str, int]
     num_tokens: int = 0
+
+    @property
+    def outputs(self) -> tuple[RequestOutput, ...]:
+        """The outputs of what is shown."""
+        return tuple(one.output() for one in self.shown)
 
 
 class OutputProcessor:
@@ -89,7 +105,7 @@ class OutputProcessor:
         for request in shown:
             if request.finished:
                 del self._requests[request.request_id]
-        return ProcessedUpdates(tuple(one.output() for one in shown), released, num_tokens)
+        return ProcessedUpdates(tuple(shown), released, num_tokens)
 
     def abort(self, request_id: str, now: float) -> ProcessedUpdates:
         """Abort a request, keeping its output so far; an unknown id gives no output."""
@@ -101,18 +117,19 @@ class OutputProcessor:
             if self._completions.pop(completion.request.request_id, None) is not None:
                 completion.end("abort")
                 released[completion.request.request_id] = completion.num_kept_tokens
-        request.metrics["finished_time"] = now
-        return ProcessedUpdates((request.output(),), released)
+        request.end(now)
+        return ProcessedUpdates((request,), released)
 
 
 class _Request:
-    """An unfinished request: the completions of one prompt."""
+    """``Shown``: the completions of one prompt."""
 
     def __init__(
         self, processed: ProcessedRequest, now: float, tokenizer: Tokenizer | None, *, stream: bool
     ) -> None:
         self.request_id = processed.request_id
         self.stream = stream
+        self.finished = False
         self.completions = [
             _Completion(index, request, tokenizer, processed.stops)
             for index, request in enumerate(processed.completions)
@@ -120,13 +137,9 @@ class _Request:
         self._processed = processed
         self._speculation = SpeculationCounts()
         #: Other fields of ``RequestMetrics``, which is made where it is shown.
-        self.metrics: dict[str, Any] = {"arrival_time": now}
+        self._metrics: dict[str, Any] = {"arrival_time": now}
         self._prompt_logprobs: tuple[PositionLogprobs | None, ...] = (None,)
         self._weight_versions: tuple[int, int] | None = None
-
-    @property
-    def finished(self) -> bool:
-        return all(completion.finish_reason is not None for completion in self.completions)
 
     @property
     def is_shown(self) -> bool:
@@ -139,7 +152,7 @@ class _Request:
             if update.prompt_logprobs:
                 # By chunks of the prompt, so the copies are few.
                 self._prompt_logprobs += tuple(map(completion.named, update.prompt_logprobs))
-            self.metrics["num_cached_tokens"] = update.num_cached
+            self._metrics["num_cached_tokens"] = update.num_cached
         if update.samples and not update.failed:
             self._speculation.add(update.num_drafts, update.num_accepted)
         if update.weight_versions != self._weight_versions:
@@ -148,9 +161,16 @@ class _Request:
             self._weight_versions = min(oldest, first), max(newest, last)
         completion.take(update)
         if completion.token_ids:
-            self.metrics.setdefault("first_token_time", now)
-        if completion.finish_reason is not None and self.finished:
-            self.metrics["finished_time"] = now
+            self._metrics.setdefault("first_token_time", now)
+        if completion.finish_reason is not None and all(
+            one.finish_reason is not None for one in self.completions
+        ):
+            self.end(now)
+
+    def end(self, now: float) -> None:
+        """All its completions have ended."""
+        self.finished = True
+        self._metrics["finished_time"] = now
 
     def output(self) -> RequestOutput:
         # With a token, or none: what a failed request has scored depends on chunk borders.
@@ -162,7 +182,7 @@ class _Request:
             prompt_token_ids=self._processed.prompt.token_ids,
             outputs=tuple(completion.output() for completion in self.completions),
             finished=self.finished,
-            metrics=RequestMetrics(**self.metrics, speculation=self._speculation.metrics()),
+            metrics=RequestMetrics(**self._metrics, speculation=self._speculation.metrics()),
             prompt_logprobs=self._prompt_logprobs if wanted else None,
             weight_versions=self._weight_versions,
         )

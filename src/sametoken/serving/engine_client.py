@@ -35,6 +35,7 @@ from sametoken.serving.stats import EngineLoad, EngineStats, StatsCollector
 from sametoken.serving.supervisor import Supervisor
 from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.lora_modules import AdapterNames
+from sametoken.types.outputs import RequestOutput
 from sametoken.types.request import EngineRequest
 
 
@@ -311,19 +312,23 @@ class EngineClient:
         """Pass outputs to their readers, and release ended completions in the engine."""
         if processed.released:
             self.supervisor.send(Release(processed.released, aborted))
-        for output in processed.outputs:
-            unfinished = self._requests[output.request_id]
-            stream = unfinished.stream()
-            if stream is not None:
-                stream.put(output)
-            if output.finished:
-                number = self._submits[output.request_id]
-                self._remove(output.request_id)
-                self._collector.count_finished(output)
-                self._queue.note_finished(time.monotonic())
-                if output.weight_versions == (self._queue.load.weight_version,) * 2:
-                    self._audit.note_finished(unfinished.request, output, number)
+        for one in processed.shown:
+            if one.finished:
+                self._finish(one.output())
+            elif (stream := self._requests[one.request_id].stream()) is not None:
+                stream.grow(one.output)
         self._use_idle_time()
+
+    def _finish(self, output: RequestOutput) -> None:
+        number = self._submits[output.request_id]
+        finished = self._remove(output.request_id)
+        stream = finished.stream()
+        if stream is not None:
+            stream.put(output)
+        self._collector.count_finished(output)
+        self._queue.note_finished(time.monotonic())
+        if output.weight_versions == (self._queue.load.weight_version,) * 2:
+            self._audit.note_finished(finished.request, output, number)
 
     def _fail(self, request_id: str, error: SametokenError) -> None:
         self._outputs.abort(request_id, time.monotonic())

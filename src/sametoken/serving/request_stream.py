@@ -28,17 +28,25 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._abort = abort
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
-        self._newest: RequestOutput | None = None
+        self._at_end = False
+        self._newest: Callable[[], RequestOutput] | None = None
         self._error: SametokenError | None = None
         self._ended = False
 
-    def put(self, output: RequestOutput) -> None:
-        """Replace the unread output; ignored after the end."""
+    def grow(self, newest: Callable[[], RequestOutput]) -> None:
+        """Replace the unread output by one that is made once it is read; ignored after the end."""
         if self._ended:
             return
-        self._newest = output
-        self._ended = output.finished
-        self._changed.set()
+        self._newest = newest
+        if not self._at_end:
+            self._changed.set()
+
+    def put(self, output: RequestOutput) -> None:
+        """Replace the unread output; ignored after the end."""
+        self.grow(lambda: output)
+        if output.finished:
+            self._ended = True
+            self._changed.set()
 
     def fail(self, error: SametokenError) -> None:
         """End with an error, after any unread output."""
@@ -63,9 +71,12 @@ class RequestStream(AsyncIterator[RequestOutput]):
                 raise
         return output
 
-    def share(self, changed: asyncio.Event) -> None:
-        """Set this event when there is something to take, for a reader of several streams."""
-        self._changed = changed
+    def share(self, changed: asyncio.Event, *, at_end: bool) -> None:
+        """Set this event when there is something to take, for a reader of several streams.
+
+        With ``at_end`` only once the stream has ended.
+        """
+        self._changed, self._at_end = changed, at_end
 
     @property
     def is_read(self) -> bool:
@@ -78,14 +89,14 @@ class RequestStream(AsyncIterator[RequestOutput]):
         Raises:
             SametokenError: the request has failed, and its outputs are read.
         """
-        output, self._newest = self._newest, None
-        if output is None and self._error is not None:
+        newest, self._newest = self._newest, None
+        if newest is None and self._error is not None:
             error, self._error = self._error, None
             raise error
         if self._error is not None:
             # It is next, and nothing else wakes a reader of several streams for it.
             self._changed.set()
-        return output
+        return newest and newest()
 
     async def aclose(self) -> None:
         """Close the stream; an unfinished request is aborted."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 
 from sametoken.errors import EngineDeadError
 from sametoken.serving.request_stream import RequestStream
+
+
+async def fail(stream: RequestStream) -> None:
+    stream.fail(EngineDeadError("the engine is gone"))
+
 
 GOING, LAST = SimpleNamespace(finished=False), SimpleNamespace(finished=True)
 
@@ -33,6 +39,43 @@ async def test_a_stream_that_failed_is_read_once_its_error_is():
     assert stream.is_read
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
+
+
+async def test_an_output_is_made_when_it_is_read():
+    stream, made = RequestStream("r", pytest.fail), []
+
+    def make():
+        made.append(1)
+        return GOING
+
+    for _ in range(3):
+        stream.grow(make)
+    assert not made
+    assert await anext(stream) is GOING
+    assert stream.take() is None
+    assert made == [1]
+    stream.put(LAST)
+    stream.grow(make)
+    assert [output async for output in stream] == [LAST]
+
+
+async def test_a_reader_of_the_end_is_not_woken_before():
+    stream, changed = RequestStream("r", pytest.fail), asyncio.Event()
+    stream.share(changed, at_end=True)
+    stream.grow(lambda: GOING)
+    stream.put(GOING)
+    assert not changed.is_set()
+    stream.put(LAST)
+    assert changed.is_set()
+    assert stream.take() is LAST
+
+
+@pytest.mark.parametrize("ends", [RequestStream.aclose, fail])
+async def test_a_reader_of_the_end_is_woken_by_any_end(ends):
+    stream, changed = RequestStream("r", lambda _: None), asyncio.Event()
+    stream.share(changed, at_end=True)
+    await ends(stream)
+    assert changed.is_set()
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -108,17 +108,21 @@ class Generation:
             raise
         return cls(streams, times)
 
-    async def __aiter__(self) -> AsyncGenerator[Progress, None]:
+    def __aiter__(self) -> AsyncGenerator[Progress, None]:
         """Outputs of all prompts, as they come.
 
         Raises:
             NumericalError, EngineDeadError: a completion failed, which ends all of them.
             ApiError: a completion was aborted by the server.
         """
+        return self._read(at_end=False)
+
+    async def _read(self, *, at_end: bool) -> AsyncGenerator[Progress, None]:
+        """Read what there is whenever a prompt has more of it, or at the end of each."""
         changed = asyncio.Event()
         changed.set()
         for stream in self._streams:
-            stream.share(changed)
+            stream.share(changed, at_end=at_end)
         while not all(stream.is_read for stream in self._streams):
             await changed.wait()
             changed.clear()
@@ -142,7 +146,7 @@ class Generation:
         Raises:
             NumericalError, EngineDeadError, ApiError: see ``__aiter__``.
         """
-        async with contextlib.aclosing(self.__aiter__()) as progress:
+        async with contextlib.aclosing(self._read(at_end=True)) as progress:
             async for _ in progress:
                 pass
         return self.outputs

@@ -37,7 +37,7 @@ class RequestTimes:
         )
         self._between = histogram(
             "inter_token_latency_seconds",
-            "Time between tokens; those of one step share theirs evenly.",
+            "Time between tokens; those of one step share theirs evenly, whole answers count once.",
             _TOKEN_SECONDS,
         )
         self._whole = histogram("e2e_request_latency_seconds", "From arrival to the end.", _SECONDS)
@@ -62,9 +62,9 @@ class RequestTimes:
         if metrics.first_token_time is not None and not had_first:
             self._first_token.observe(metrics.first_token_time - metrics.arrival_time)
         if output.finished:
-            self._finish(output)
+            self._finish(output, whole=not had_first)
 
-    def _finish(self, output: RequestOutput) -> None:
+    def _finish(self, output: RequestOutput, *, whole: bool) -> None:
         metrics = output.metrics
         counts = [completion.num_tokens for completion in output.outputs]
         self._prompt_tokens.observe(len(output.prompt_token_ids))
@@ -75,3 +75,5 @@ class RequestTimes:
         if metrics.first_token_time is not None and max(counts) > 1:
             decoding = metrics.finished_time - metrics.first_token_time
             self._per_token.observe(decoding / (max(counts) - 1))
+            if whole:
+                self._between.observe(decoding / (max(counts) - 1))

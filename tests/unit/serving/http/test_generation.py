@@ -49,6 +49,15 @@ async def test_prompts_run_beside_each_other_and_stay_apart():
     assert speculation_stats(generation.outputs, True).num_accepted_tokens > 0
 
 
+async def test_a_whole_answer_is_read_at_its_end():
+    observed = []
+    async with await begin(FakeEngine("hello there"), "a", "b") as generation:
+        generation._times.observe = lambda before, output, gap_s: observed.append(output)
+        outputs = await generation.finish()
+    assert observed == outputs
+    assert all(output.finished for output in outputs)
+
+
 async def test_leaving_early_aborts():
     engine = FakeEngine("x", endless=True)
     async with await begin(engine, "a", "b") as generation:

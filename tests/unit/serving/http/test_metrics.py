@@ -103,8 +103,18 @@ def test_times_of_requests(scraped):
     assert scraped["time_to_first_token_seconds_sum", ""] == pytest.approx(0.01)
     assert scraped["e2e_request_latency_seconds_sum", ""] == pytest.approx(0.03)
     assert scraped["request_time_per_output_token_seconds_sum", ""] == pytest.approx(0.02 / 5)
-    assert scraped["inter_token_latency_seconds_count", ""] == 2
+    assert scraped["inter_token_latency_seconds_count", ""] == 1
+    assert scraped["inter_token_latency_seconds_sum", ""] == pytest.approx(0.02 / 5)
     assert scraped["request_prompt_tokens_sum", ""] == 2
+    assert scraped["request_generation_tokens_sum", ""] == 6
+
+
+def test_times_of_a_stream(serve):
+    """As above, read step by step: two gaps of two tokens each."""
+    client = serve(FakeEngine("hello", window=2))
+    assert client.post("/v1/completions", json={"prompt": "ab", "stream": True}).status_code == 200
+    scraped = samples(client.get("/metrics").text)
+    assert scraped["inter_token_latency_seconds_count", ""] == 2
     assert scraped["request_generation_tokens_sum", ""] == 6
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from sametoken.serving.http.schemas import Count
 from sametoken.serving.http.unions import Strict
@@ -26,6 +26,17 @@ def _number(version: object) -> object:
     return int(version)
 
 
+def _in_format(value: bool) -> bool:
+    """True.
+
+    Raises:
+        ValueError: it is false.
+    """
+    if not value:
+        raise ValueError("tensors come as in a checkpoint; leave it out, and send them so")
+    return value
+
+
 Version = Annotated[
     int, BeforeValidator(_number, json_schema_input_type=int | str), Field(ge=0, lt=2**63)
 ]
@@ -40,7 +51,7 @@ class Nothing(Strict):
 class StartRequest(Strict):
     """Begin an update."""
 
-    is_checkpoint_format: Literal[True] = True
+    is_checkpoint_format: Annotated[bool, AfterValidator(_in_format)] = True
 
 
 class StartLoRARequest(Strict):

@@ -95,6 +95,14 @@ def test_what_the_engine_is_told(serve, path, body, told):
     assert engine.told == [told]
 
 
+@pytest.mark.parametrize("value", [False, 0, 1, 1.0, "true", None])
+def test_weights_in_another_format_are_refused(serve, value):
+    client = serve(engine := Engine(), weight_transfer_config=GLOO)
+    answer = client.post("/start_weight_update", json={"is_checkpoint_format": value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "is_checkpoint_format")
+    assert engine.told == []
+
+
 def test_tensors_are_told_in_order(serve):
     client = serve(engine := Engine(), weight_transfer_config=GLOO)
     info = {"names": ["a", "b"], "dtype_names": ["int8", "float32"], "shapes": [[], [2, 3]]}

@@ -292,7 +292,7 @@ class WeightReader:
         return share_of(part, row_shape, self.parallel)
 
     def require_whole_groups(
-        self, in_features: int, parts: tuple[Part, ...], size: int, group: str, otherwise: str = "1"
+        self, in_features: int, parts: tuple[Part, ...], size: int, group: str, *otherwise: str
     ) -> None:
         """Refuse ranks whose columns begin within a group.
 
@@ -301,7 +301,7 @@ class WeightReader:
             parts: of a linear; only parts that are divided by columns count.
             size: columns of a group.
             group: what it is, for the message.
-            otherwise: the remedy beside other numbers of ranks.
+            otherwise: remedies beside fewer ranks.
 
         Raises:
             ConfigError: refused.
@@ -309,10 +309,11 @@ class WeightReader:
         ranks = self.parallel.size
         divided = ranks > 1 and any(part.split is Split.COLUMNS for part in parts)
         if divided and in_features % (ranks * size):
+            fewer = (str(n) for n in range(2, ranks) if in_features % (n * size) == 0)
             raise ConfigError(
                 f"tensor_parallel_size={ranks} cuts the {in_features} features of {parts[0].name} "
                 f"within {group}",
-                f"use a size that gives each rank a multiple of {size}, or {otherwise}",
+                f"use {' or '.join(('1', *fewer, *otherwise))}",
             )
 
     def _require_shape(self, name: str, wanted: tuple[int, ...]) -> None:

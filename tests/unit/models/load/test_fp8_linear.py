@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from itertools import cycle
+from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import LLAMA, llama_tensors, write_checkpoint
 from helpers.compressed import FLOAT as FLOAT_ARGUMENTS
@@ -26,6 +27,9 @@ from helpers.quantized import (
 from helpers.thread_ranks import run_ranks
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.experts import MIXTRAL
+from sametoken.models.load.fp8_linear import Fp8Linear
+from sametoken.models.load.huggingface import open_weights
+from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.model.gemm.fp8 import Fp8Weight
 from sametoken.ops.model.gemm.stacked import StackedWeight
 from sametoken.ops.native.backend import NativeKernels
@@ -260,6 +264,26 @@ def test_ranks_that_cut_a_block_are_refused(tmp_path):
     path = write_block(tmp_path)
     with pytest.raises(ConfigError, match=r"cuts the 320 features of .*down_proj"):
         run_ranks(2, lambda rank: load(path, parallel=rank))
+
+
+def test_rows_are_cut_within_a_block_and_features_are_not(tmp_path):
+    tensors = {"fc.weight": torch.randn(200, 768)}
+    stored, meant = quantize_tensors(tensors, chosen=lambda name: True)
+    save_file(stored, tmp_path / "model.safetensors")
+    source, linear = open_weights(tmp_path), Fp8Linear("block", "group", ("weight_scale_inv",))
+
+    def read(size, rank, split):
+        parallel = SimpleNamespace(size=size, rank=rank)
+        reader = WeightReader(
+            source, ReferenceKernels(), torch.float32, torch.device("cpu"), parallel
+        )
+        return linear.expanded(reader, 768, Part("fc", 200, split=split))
+
+    for dim, split, size in ((0, Split.ROWS, 2), (0, Split.ROWS, 8), (1, Split.COLUMNS, 3)):
+        for rank, own in enumerate(meant["fc.weight"].chunk(size, dim)):
+            assert torch.equal(read(size, rank, split), own)
+    with pytest.raises(ConfigError, match=r"cuts the 768 features of fc .* Use 1 or 2 or 3$"):
+        read(4, 0, Split.COLUMNS)
 
 
 def test_a_scale_of_activations_per_part_is_its_own(tmp_path):

@@ -8,7 +8,9 @@ first and is not zeroed at position 0; the last norm is the target's final one. 
 is the one after that norm there, in vLLM and in SGLang; Baidu's training code takes the one before
 it. On ERNIE-4.5-21B-A3B-PT the one after, with the last norm, which vLLM and SGLang leave out,
 drafts best (measured in jjang-ai/vmlx#272). Tensors: ``model.mtp_emb_norm.0``,
-``model.mtp_hidden_norm.0``, ``model.mtp_linear_proj.0`` and a layer ``model.mtp_block.0``.
+``model.mtp_hidden_norm.0``, ``model.mtp_linear_proj.0`` and a layer ``model.mtp_block.0``. The
+projection of ERNIE-4.5-300B-A47B-PT was published as its transpose, [2h, h], as in Baidu's
+framework (sgl-project/sglang#7657, PaddlePaddle/ERNIE#1265).
 
 MiMo-7B, from its authors' code in vLLM (``vllm/model_executor/models/mimo.py``, ``mimo_mtp.py``;
 vllm-project/vllm#17433): the state comes first, and is the target's from *before* its final norm
@@ -25,6 +27,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sametoken.layers.attention import Attention
+from sametoken.layers.linear import Linear
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.blocks import load_attention, load_mlp, load_norm, rotary_of
 from sametoken.models.decoder import DecoderLayer
@@ -61,10 +64,19 @@ class ErnieForm(_DenseForm):
         return Module(
             embedding_norm=load_norm(config, weights, "model.mtp_emb_norm.0"),
             hidden_norm=load_norm(config, weights, "model.mtp_hidden_norm.0"),
-            fc=weights.linear(2 * config.hidden_size, Part(self.fusion, config.hidden_size)),
+            fc=self._load_fusion(weights, config.hidden_size),
             layer=_load_layer(config, weights, block, attention),
             norm=reader.shared.final_norm,
         )
+
+    def _load_fusion(self, weights: WeightReader, hidden: int) -> Linear:
+        """The projection, as it is or as its transpose."""
+        part, stored = Part(self.fusion, hidden), Part(f"{self.fusion}.weight", 2 * hidden)
+        is_there = stored.name in weights
+        if not is_there or weights.source.shape(stored.name) != (2 * hidden, hidden):
+            return weights.linear(2 * hidden, part)
+        matrix = weights.tensor(stored, (hidden,)).mT.contiguous()
+        return Linear(weights.projection(weights.kernels.pack(matrix)), parts=(part,))
 
 
 class MiMoHead(MTPHead):

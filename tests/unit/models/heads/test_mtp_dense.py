@@ -98,6 +98,23 @@ def test_ernie_s_reads_what_the_target_makes_its_logits_from(tmp_path):
     assert checkpoint.aux_layers(4) == ()
 
 
+def test_ernie_s_projection_may_be_stored_as_its_transpose(tmp_path):
+    """sgl-project/sglang#7657: so Baidu published that of ERNIE-4.5-300B-A47B-PT."""
+    tensors = write(tmp_path / "usual", ERNIE)
+    fusion = f"{NAMES[ERNIE][2]}.weight"
+    config = LLAMA | {"architectures": [ARCHITECTURES[ERNIE]]}
+    write_checkpoint(
+        tmp_path / "transposed", config, tensors | {fusion: tensors[fusion].T.contiguous()}
+    )
+    usual, transposed = (
+        MTPCheckpoint(tmp_path / name).load(SharedTarget(), **OPTIONS).module.fc.weight
+        for name in ("usual", "transposed")
+    )
+    rows = torch.arange(HIDDEN)
+    assert torch.equal(usual.rows(rows), tensors[fusion])
+    assert torch.equal(transposed.rows(rows), tensors[fusion])
+
+
 def test_mimo_s_reads_the_target_s_states_before_its_final_norm(tmp_path):
     write(tmp_path, MIMO)
     checkpoint = MTPCheckpoint(tmp_path)

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import threading
 import time
 
 import httpx
@@ -20,7 +21,7 @@ from helpers.http_server import running_server
 from helpers.structured import VOCAB, compiler, ids
 from sametoken.errors import RequestError
 from sametoken.sampling.grammar_masks import BudgetedMatcher, Cursor, MaskBudget
-from sametoken.text.grammar.json_schema import check_schema
+from sametoken.text.grammar.json_schema import MAX_NAME, check_schema
 from sametoken.text.grammar.one_of import are_disjoint, disjoint
 from sametoken.text.grammar.trials import TrialProcess
 from sametoken.types.structured_outputs import MaskFault, StructuredOutputs
@@ -54,6 +55,18 @@ def test_a_grammar_is_as_small_on_its_way_as_its_source(structured):
     assert len(payload) < 2**20
 
 
+def test_the_longest_name_beside_any_others_is_compiled_in_a_small_stack():
+    """The compiler recurses on its bytes."""
+    named = {"type": "object", "properties": {"\U0001f600" * MAX_NAME: {}}}
+    schema = named | {"additionalProperties": True}
+    structured = StructuredOutputs(json_schema=json.dumps(schema, ensure_ascii=False))
+    before = threading.stack_size(4 * 2**20)
+    try:
+        compiler().compile(structured)
+    finally:
+        threading.stack_size(before)
+
+
 @pytest.mark.parametrize(
     ("schema", "cause"),
     [
@@ -70,6 +83,7 @@ def test_a_grammar_is_as_small_on_its_way_as_its_source(structured):
         (json.dumps({"type": ["a" * 10] * 4000 + [1]}), "type is"),
         ('{"required": ["%s"]}' % ("a" * 60_000), "required names"),
         ('{"$ref": "%s"}' % ("a" * 60_000), "outside the schema"),
+        ('{"properties": {"%s": {}}}' % ("a" * 60_000), "properties has the name 'aaa.* of 60000"),
         ('{"anyOf": [{}], "pattern": "%s"}' % ("a" * 60_000), "excludes pattern"),
         ("[" * 150 + "]" * 150, "not a JSON object"),
         ('{"minItems": "x", "type": "array"}', "not valid"),

@@ -17,6 +17,9 @@ from sametoken.text.grammar.property_names import find_clash
 from sametoken.text.grammar.regular_expressions import plain_regex
 
 MAX_DEPTH = 64
+#: Characters of a property's name. Beside names that are not given, the compiler recurses on each
+#: byte of one: from 12,000 on it has ended its process.
+MAX_NAME = 1024
 
 # The compiler keeps whole numbers in 64 bits.
 _LARGEST = 2**63 - 1
@@ -228,6 +231,13 @@ def _check(
     _check_listed(schema)
     _check_counts(schema)
     properties = schema.get("properties", {})
+    long = next((name for name in properties if len(name) > MAX_NAME), None)
+    if long is not None:
+        raise _refused(
+            "properties",
+            f"has the name {shown(long)} of {len(long)} characters, above {MAX_NAME}",
+            "shorten it",
+        )
     unknown = [name for name in schema.get("required", ()) if name not in properties]
     if unknown:
         raise _refused(

@@ -6,8 +6,9 @@ import asyncio
 import json
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import httpx
@@ -55,7 +56,8 @@ class Client:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._http = httpx.Client(base_url=url, timeout=600)
+        # An engine that sleeps answers no prompt, for however long.
+        self._http = httpx.Client(base_url=url, timeout=60)
 
     def post(self, path: str, body: dict | None = None) -> dict:
         answer = self._http.post(path, json=body)
@@ -86,6 +88,16 @@ class Client:
         self.post("/start_weight_update")
         self.post("/update_weights", {"update_info": {"path": path.name}})
         self.post("/finish_weight_update", {"weight_version": version} if version else None)
+
+
+@contextmanager
+def asked(client: Client) -> Iterator[Future]:
+    """The answer to a prompt that a pause holds up; however the block ends, the engine runs on."""
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            yield pool.submit(client.answer, PROMPTS[0])
+        finally:
+            client.post("/wake_up")
 
 
 @pytest.fixture(scope="module")
@@ -206,8 +218,7 @@ def test_pauses(by_files):
     client, _ = by_files
     assert client.post("/pause") == {"status": "paused"}
     assert client.get("/is_paused") == {"is_paused": True}
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(client.answer, PROMPTS[0])
+    with asked(client) as waiting:
         assert client.post("/pause?mode=keep&clear_cache=false") == {"status": "paused"}
         assert not waiting.done()
         assert client.post("/resume") == {"status": "resumed"}
@@ -225,8 +236,7 @@ def test_sleep_gives_memory_back_until_it_is_needed(by_files, models, said):
     client.post("/sleep")
     assert client.get("/is_sleeping") == {"is_sleeping": True}
     assert "Wake it up" in client.refused("/resume")
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(client.answer, PROMPTS[0])
+    with asked(client) as waiting:
         assert client.post("/wake_up?tags=weights")
         assert client.get("/is_sleeping") == {"is_sleeping": True}
         assert not waiting.done()
@@ -268,14 +278,16 @@ def test_updates_under_load(by_files, models, said):
 
     with ThreadPoolExecutor(4) as pool:
         asking = [pool.submit(ask, number) for number in range(4)]
-        for number in range(12):
-            client.update(models[(number + 1) % 2])
-            weights[version_of(client)] = (number + 1) % 2
-            seen = len(found)
-            # Four were on their way when the weights changed, so one at least began after it.
-            while len(found) < seen + 5:
-                assert not any(one.done() for one in asking)
-        stop.set()
+        try:
+            for number in range(12):
+                client.update(models[(number + 1) % 2])
+                weights[version_of(client)] = (number + 1) % 2
+                seen = len(found)
+                # Four were on their way when the weights changed, so one at least began after it.
+                while len(found) < seen + 5:
+                    assert not any(one.done() for one in asking)
+        finally:
+            stop.set()
         for one in asking:
             one.result(30)
     pure = [(index, ids, oldest) for index, ids, (oldest, newest) in found if oldest == newest]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-#: As ``cli.main`` has it, which is not loaded yet.
-_INTERRUPTED = 130
+from sametoken.cli import INTERRUPTED
 
 
 def main() -> None:
@@ -13,7 +12,7 @@ def main() -> None:
     try:
         from sametoken.cli import main as command
     except KeyboardInterrupt:
-        sys.exit(_INTERRUPTED)
+        sys.exit(INTERRUPTED)
     command.main()
 
 

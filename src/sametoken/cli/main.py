@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 import sametoken
+from sametoken.cli import INTERRUPTED
 from sametoken.cli.audit import audit
 from sametoken.cli.batch import batch
 from sametoken.cli.bench import bench
@@ -31,7 +32,6 @@ from sametoken.config import DEFAULT_MODEL
 from sametoken.errors import SametokenError, in_words
 
 NO_COMMAND = 2
-INTERRUPTED = 130
 BROKEN_PIPE = 141
 BAD_PATH = 2
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)

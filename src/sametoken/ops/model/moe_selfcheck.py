@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from sametoken.ops.model.gemm.selfcheck import require_row_law
+from sametoken.ops.model.gemm.selfcheck import normal, require_row_law
 from sametoken.ops.model.moe_triton import StackedExperts
 
 #: Experts of a row. No product knows of the others.
@@ -61,10 +61,9 @@ class _Rows:
         """``count`` rows."""
         generator = torch.Generator(device).manual_seed(0)
         num_experts, hidden = experts.num_experts, experts.down.out_features
-        x = torch.empty(count, hidden, dtype=torch.float32, device=device)
-        x = x.normal_(generator=generator).to(dtype)
-        scores = torch.empty(count, num_experts, dtype=torch.float32, device=device)
-        scores.uniform_(generator=generator)
+        x = normal(generator, (count, hidden), dtype)
+        shape = (count, num_experts)
+        scores = torch.rand(shape, dtype=torch.float32, device=device, generator=generator)
         weights, chosen = scores.topk(min(_TOP_K, num_experts))
         return cls(experts, x, chosen, weights)
 

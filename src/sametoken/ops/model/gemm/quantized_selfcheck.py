@@ -18,7 +18,7 @@ from torch import Tensor
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
-from sametoken.ops.model.gemm.selfcheck import compared_counts, require_row_law
+from sametoken.ops.model.gemm.selfcheck import compared_counts, normal, require_row_law
 from sametoken.ops.model.moe_selfcheck import prove_experts
 from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
 
@@ -100,9 +100,7 @@ def prove_products(
     for weight in weights:
         generator = torch.Generator(device).manual_seed(0)
         counts = compared_counts(row_counts, weight.out_features)
-        shape = (max(counts), weight.in_features)
-        fp32 = torch.randn(shape, dtype=torch.float32, device=device, generator=generator)
-        x = fp32.to(dtype)
+        x = normal(generator, (max(counts), weight.in_features), dtype)
         what = f"{kind} products of [{weight.out_features}, {weight.in_features}]"
         require_row_law(what, partial(_sums, weight, x), counts)
         if weight.out_features in {2 * depth for depth in depths}:

@@ -181,15 +181,17 @@ def require_row_law(what: str, run: Callable[[slice], Tensor], row_counts: Itera
         )
 
 
+def normal(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Normally distributed numbers on the generator's device, made in fp32."""
+    device = generator.device
+    return torch.randn(shape, dtype=torch.float32, device=device, generator=generator).to(dtype)
+
+
 def _random_inputs(weight: Tensor, epilogue: Epilogue, rows: int) -> tuple[Tensor, Tensor | None]:
     generator = torch.Generator(weight.device).manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        values = torch.randn(shape, dtype=torch.float32, device=weight.device, generator=generator)
-        return values.to(weight.dtype)
-
-    x = normal(rows, weight.shape[1])
-    return x, normal(weight.shape[0]) if epilogue == "bias" else None
+    x = normal(generator, (rows, weight.shape[1]), weight.dtype)
+    has_bias = epilogue == "bias"
+    return x, normal(generator, (weight.shape[0],), weight.dtype) if has_bias else None
 
 
 def _by_canonical(x: Tensor, weight: Tensor, epilogue: Epilogue, bias: Tensor | None) -> Tensor:

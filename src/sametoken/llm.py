@@ -5,24 +5,18 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from torch import Tensor
 
 from sametoken.config import DEFAULT_MODEL, EngineConfig
 from sametoken.engine.build import build_requested
 from sametoken.engine.core import EngineCore
-from sametoken.engine.exclusive import Exclusive, NoEngine, NotCopied
-from sametoken.engine.input_processor import ProcessedRequest
-from sametoken.engine.interrupts import DeferredInterrupts
+from sametoken.engine.exclusive import NotCopied
 from sametoken.engine.offline_adapters import OfflineAdapters
-from sametoken.engine.output_processor import OutputProcessor, ProcessedUpdates
-from sametoken.engine.progress import shown_progress
+from sametoken.engine.offline_requests import OfflineRequests
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.engine.sampling_defaults import default_sampling_params
 from sametoken.engine.unloaded import UnloadedModel, inputs_of
@@ -37,7 +31,6 @@ from sametoken.engine.user_inputs import (
     require_request_id,
 )
 from sametoken.errors import RequestError
-from sametoken.io.garbage import objects_exempt
 from sametoken.models.load.sent import source_of
 from sametoken.models.names import at_revision
 from sametoken.text.tokenizer import Messages, Tokenizer, require_own_end
@@ -113,15 +106,12 @@ class LLM(NotCopied):
 
     def _start(self, engine: EngineCore, tokenizer: Tokenizer | None, given: EngineConfig) -> None:
         resolved = engine.resolved
-        self._engine, self._named = engine, AdapterNames(given.lora_modules)
-        self._exclusive = Exclusive()
+        self._requests = OfflineRequests(engine, tokenizer)
+        self._named = AdapterNames(given.lora_modules)
         # From loading to writing: one set of new weights is held at most.
         self._updating = threading.Lock()
         self.inputs = inputs_of(tokenizer, resolved.model, resolved.config, resolved.max_model_len)
-        self._outputs = OutputProcessor(tokenizer)
-        self._latest: dict[str, RequestOutput] = {}
         self._request_ids = map(str, itertools.count())
-        self._speculation = SpeculationMetrics()
 
     def __enter__(self) -> Self:
         """Enter a block at whose end the engine is let go."""
@@ -129,7 +119,11 @@ class LLM(NotCopied):
 
     def __exit__(self, *error: object) -> None:
         """Let the engine and its memory go; later calls raise ``EngineDeadError``."""
-        self._engine = cast("EngineCore", NoEngine())
+        self._requests.let_go()
+
+    @property
+    def _engine(self) -> EngineCore:
+        return self._requests.engine
 
     @property
     def resolved(self) -> ResolvedConfig:
@@ -139,7 +133,7 @@ class LLM(NotCopied):
     @property
     def speculation_metrics(self) -> SpeculationMetrics:
         """Speculation counters summed over all finished requests."""
-        return self._speculation
+        return self._requests.speculation
 
     def get_tokenizer(self) -> Any:
         """The Hugging Face tokenizer; with ``skip_tokenizer_init`` a ``RequestError``."""
@@ -195,7 +189,7 @@ class LLM(NotCopied):
             self.inputs.process(next(self._request_ids), *one).prepared()
             for one in zip(tokenized, params, adapters, strict=True)
         ]
-        return self._run(requests, on_finished, use_tqdm=use_tqdm)
+        return self._requests.run(requests, on_finished, use_tqdm=use_tqdm)
 
     @takes_vllm_arguments
     def chat(
@@ -239,12 +233,12 @@ class LLM(NotCopied):
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         (adapter,) = self.adapters.chosen(lora_request, 1)
         request = self.inputs.process(next(self._request_ids), tokens, params, adapter)
-        return self._stream(request.prepared())
+        return self._requests.stream(request.prepared())
 
     @property
     def adapters(self) -> OfflineAdapters:
         """The LoRA adapters that requests may choose."""
-        return OfflineAdapters(self._engine, self._named, self._updating, self._resting)
+        return OfflineAdapters(self._engine, self._named, self._updating, self._requests.resting)
 
     @property
     def weight_version(self) -> int:
@@ -280,12 +274,12 @@ class LLM(NotCopied):
         source = source_of(weights)
         with self._updating:
             new = self._engine.weights.load(source, target)
-            with new.used_or_dropped(), self._resting():
+            with new.used_or_dropped(), self._requests.resting():
                 return self._engine.upkeep.use_weights(new, version)
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; updates of weights need no reset (errors as in ``sleep``)."""
-        with self._resting():
+        with self._requests.resting():
             self._engine.upkeep.forget_prefixes()
 
     @property
@@ -303,9 +297,9 @@ class LLM(NotCopied):
             UnsupportedError: memory of this engine cannot be given back.
             EngineDeadError: the engine failed.
         """
-        with self._resting():
+        with self._requests.resting():
             self._engine.upkeep.require_sleep(level)
-            if self._outputs.num_unfinished:
+            if self._requests.num_unfinished:
                 raise RequestError("requests are unfinished", "let them end first")
             self._engine.upkeep.sleep(level)
 
@@ -315,7 +309,7 @@ class LLM(NotCopied):
         Raises:
             RequestError: no such part, no room for it, or dropped weights have not come back.
         """
-        with self._resting():
+        with self._requests.resting():
             self._engine.upkeep.wake_up(parts_of(tags))
 
     def abort(self, request_id: str) -> None:
@@ -325,126 +319,4 @@ class LLM(NotCopied):
         thread runs a step, the request ends after it. An id that is no text raises RequestError.
         """
         require_request_id(request_id)
-        self._later(partial(self._end, request_id))
-
-    def _run(
-        self, requests: Sequence[ProcessedRequest], on_finished: OnFinished, *, use_tqdm: bool
-    ) -> list[RequestOutput]:
-        places = {request.request_id: place for place, request in enumerate(requests)}
-        waiting, outputs = set(places), dict[str, RequestOutput]()
-        with self._interrupts() as interrupts, objects_exempt():
-            try:
-                self._submit(requests, interrupts, stream=False)
-                with shown_progress(len(places), shown=use_tqdm) as advance:
-                    while waiting:
-                        ready = self._advance(waiting, interrupts)
-                        outputs |= ready
-                        waiting -= ready.keys()
-                        advance(len(ready))
-                        for request_id, output in ready.items():
-                            on_finished(places[request_id], output)
-                self._drain(interrupts)
-            except BaseException:
-                self._later(partial(self._forget, list(places)))
-                raise
-        return [outputs[request_id] for request_id in places]
-
-    def _submit(
-        self, requests: Sequence[ProcessedRequest], interrupts: DeferredInterrupts, *, stream: bool
-    ) -> None:
-        """Queue all requests, or none if the engine refuses one of them."""
-        completions = [completion for request in requests for completion in request.completions]
-        num_added = 0
-        with self._exclusive.held(interrupts.check):
-            if self._engine.upkeep.is_sleeping:
-                raise RequestError("the engine sleeps", "call wake_up first")
-            try:
-                for completion in completions:
-                    self._engine.add_request(completion)
-                    num_added += 1
-                for request in requests:
-                    self._outputs.add(request, time.monotonic(), stream=stream)
-            except Exception:
-                for added in completions[:num_added]:
-                    self._engine.release(added.request_id)
-                raise
-
-    def _stream(self, request: ProcessedRequest) -> Iterator[RequestOutput]:
-        request_id, finished = request.request_id, False
-        try:
-            with self._interrupts() as interrupts:
-                self._submit([request], interrupts, stream=True)
-            while not finished:
-                output = self._next_output(request_id)
-                finished = output.finished
-                yield output
-        finally:
-            self._later(partial(self._forget, [request_id]))
-        with self._interrupts() as interrupts:
-            self._drain(interrupts)
-
-    def _next_output(self, request_id: str) -> RequestOutput:
-        with self._interrupts() as interrupts:
-            while not (ready := self._advance({request_id}, interrupts)):
-                pass
-        return ready[request_id]
-
-    def _advance(
-        self, waiting: Set[str], interrupts: DeferredInterrupts
-    ) -> dict[str, RequestOutput]:
-        """New outputs of these requests, by id; runs a step if there are none yet."""
-        interrupts.check()
-        with self._exclusive.held(interrupts.check):
-            if waiting.isdisjoint(self._latest):
-                self._step(interrupts)
-            return {one: self._latest.pop(one) for one in waiting & self._latest.keys()}
-
-    def _step(self, interrupts: DeferredInterrupts) -> None:
-        try:
-            updates = interrupts.cuttable(self._engine.step)
-            self._collect(self._outputs.process(updates, time.monotonic()))
-        except BaseException as error:
-            # The tokens of an interrupted step are lost, so no request can continue.
-            self._engine.stop(error)
-            raise
-
-    def _drain(self, interrupts: DeferredInterrupts) -> None:
-        """Process the steps that finished requests left in flight.
-
-        Not called after an interrupt, when the engine may never become idle.
-        """
-        while True:
-            interrupts.check()
-            with self._exclusive.held(interrupts.check):
-                if self._outputs.num_unfinished or not self._engine.has_unfinished:
-                    return
-                self._step(interrupts)
-
-    @contextmanager
-    def _resting(self) -> Iterator[None]:
-        """A block between two steps, whose interrupts wait."""
-        with self._interrupts() as interrupts, self._exclusive.held(interrupts.check):
-            yield
-
-    def _interrupts(self) -> DeferredInterrupts:
-        return DeferredInterrupts(self._engine.stop)
-
-    def _later(self, work: Callable[[], None]) -> None:
-        with self._interrupts():
-            self._exclusive.later(work)
-
-    def _forget(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            self._end(request_id)
-            self._latest.pop(request_id, None)
-
-    def _end(self, request_id: str) -> None:
-        self._collect(self._outputs.abort(request_id, time.monotonic()), aborted=True)
-
-    def _collect(self, processed: ProcessedUpdates, *, aborted: bool = False) -> None:
-        for request_id, num_kept_tokens in processed.released.items():
-            self._engine.release(request_id, num_kept_tokens, aborted=aborted)
-        for output in processed.outputs:
-            self._latest[output.request_id] = output
-            if output.finished:
-                self._speculation += output.metrics.speculation
+        self._requests.abort(request_id)

@@ -99,7 +99,7 @@ def all_tokens(llm: LLM) -> list[tuple[int, ...]]:
 def require_rest(llm: LLM) -> None:
     """Nothing is left of any request, and every slot and block is accounted for."""
     scheduler = llm._engine.scheduler
-    assert (llm._outputs.num_unfinished, llm._latest) == (0, {})
+    assert (llm._requests.num_unfinished, llm._requests._latest) == (0, {})
     assert not llm._engine.has_unfinished
     scheduler.check_integrity()
     assert scheduler.num_running + scheduler.num_waiting + scheduler.num_swapped == 0

@@ -248,18 +248,18 @@ def test_an_interrupt_in_mid_step_ends_at_once(scripted, ids, stream):
 
 def test_an_update_that_cannot_be_taken_in_ends_the_engine(scripted, ids, monkeypatch):
     llm, _ = scripted([ids("the"), [EOS]], [[EOS]])
-    monkeypatch.setattr(llm._outputs, "process", lambda updates, now: 1 // 0)
+    monkeypatch.setattr(llm._requests._outputs, "process", lambda updates, now: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         llm.generate("a", GREEDY)
     with pytest.raises(EngineDeadError):
         llm.generate("b", GREEDY)
-    assert llm._latest == {}
+    assert llm._requests._latest == {}
 
 
 def test_an_output_that_cannot_be_begun_leaves_nothing(scripted, ids, monkeypatch):
     llm, engine = scripted([[EOS]], [ids("the"), [EOS]])
     with monkeypatch.context() as patch:
-        patch.setattr(llm._outputs, "add", lambda *_, **__: 1 // 0)
+        patch.setattr(llm._requests._outputs, "add", lambda *_, **__: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             llm.generate("a", GREEDY)
     assert engine.released == ["0"]

@@ -104,6 +104,8 @@ def test_adapters_come_and_go_and_leave_nothing_behind(files, truth, ranks):
             said(llm, "a")
         assert said(llm, "b") == expected["down"]
         assert said(llm) == plain
+        # Of the last "a" and of "b": those before them are forgotten.
+        assert sorted(llm._engine.adapters._model.places.values()) == [1, 2]
         assert llm.speculation_metrics.num_accepted_tokens > 0
 
 
@@ -130,6 +132,30 @@ def test_adapters_of_experts_come_where_there_is_room_beside_them(tmp_path):
                 assert same if ranks == 2 else found == expected
 
 
+def test_those_of_the_start_have_room_whatever_the_options_say(tmp_path):
+    target = write_family(tmp_path / "target", "qwen3_moe")
+    stacks = write_stacks(tmp_path / "stacks", target)
+    few = write_adapter(tmp_path / "few", target, ("q_proj",), rank=5)
+    own = {"stacks": stacks, "few": few}
+    with engine(target, lora_modules=own) as llm:
+        truth = {name: said(llm, name) for name in own}
+    with engine(target, lora_modules=own, **ROOM | {"max_loras": 1, "max_lora_rank": 2}) as llm:
+        assert {name: said(llm, name) for name in own} == truth
+        with pytest.raises(RequestError, match="room for 2 adapters"):
+            llm.adapters.load("third", few)
+
+
+def test_a_trainer_may_send_the_widest_adapter_and_no_more(tmp_path):
+    """In 8 bytes an element, of all linears, routers and experts, in the largest rank."""
+    target = write_family(tmp_path / "target", "qwen3_moe")
+    rank, names = ROOM["max_lora_rank"], (*ATTENTION, *MLP, "gate")
+    widest = in_memory(write_adapter(tmp_path / "widest", target, names, rank=rank))
+    with engine(target, **ROOM, lora_experts=True) as llm:
+        sizes = [one.numel() for one in widest["tensors"].values()]
+        assert llm._engine.adapters.require_room() == 8 * sum(sizes)
+        llm.adapters.load("a", **widest)
+
+
 def test_a_request_brings_its_adapter(files, truth):
     with engine(files["llama"], lora_modules={"own": files["few"]}, **ROOM) as llm:
         for name in ("all", "down", "all"):
@@ -154,6 +180,9 @@ def test_what_goes_for_an_adapter_that_a_request_brings(files, truth):
             (output,) = llm.generate(PROMPTS[0], params(2), lora_request=brought[name])
             assert output.outputs[0].token_ids == truth[name][0][0][:2]
 
+        for name in brought:
+            bring(name)
+        assert llm.adapters.names == ("few", "down")
         stream = llm.generate_stream(PROMPTS[0], params(), lora_request=brought["all"])
         next(stream)
         bring("few")
@@ -165,8 +194,9 @@ def test_what_goes_for_an_adapter_that_a_request_brings(files, truth):
         *_, last = stream
         assert (last.outputs[0].token_ids, last.outputs[0].logprobs) == truth["all"][0]
         llm.adapters.load("all", files["all"])
-        bring("few")
-        assert llm.adapters.names == ("all", "few")
+        for name in ("few", "down"):
+            bring(name)
+            assert llm.adapters.names == ("all", name)
 
 
 def test_a_request_that_runs_keeps_its_adapter(files, truth):
@@ -221,6 +251,9 @@ def test_what_does_not_fit_changes_nothing(files, truth, tmp_path):
         "32 x 32, the model's has 32 x 16": write_adapter(tmp_path / "w", wide, ("q_proj",)),
         "has rank 9, and there is room for 8": write_adapter(
             tmp_path / "r", files["llama"], ("q_proj",), rank=9
+        ),
+        "no linears or experts of this model": write_stacks(
+            tmp_path / "e", write_family(tmp_path / "moe", "qwen3_moe")
         ),
     }
     with engine(files["llama"], **ROOM) as llm:

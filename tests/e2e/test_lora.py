@@ -251,6 +251,16 @@ def test_options_that_exclude_adapters_are_refused(files, options, said):
         validate(config_of(files, **options), print)
 
 
+def test_a_step_may_have_the_rows_of_a_slice(files):
+    assert validate(config_of(files, max_num_batched_tokens=8192), print).config.lora_modules
+
+
+def test_an_adapter_s_config_is_refused_before_there_are_weights(files, tmp_path):
+    broken = write_adapter(tmp_path / "broken", files["llama"], ("q_proj",), use_dora=True)
+    with pytest.raises(UnsupportedError, match="use_dora"):
+        validate(config_of(files, lora_modules={"own": broken}), print)
+
+
 def test_adapters_of_other_models_are_refused(files, tmp_path):
     wide = {f"base_model.model.model.layers.0.self_attn.q_proj.lora_{x}.weight" for x in "AB"}
     shapes = {"A": (3, 17), "B": (32, 3)}

@@ -106,12 +106,12 @@ def write_hybrid_target(folder, config: dict, seed: int = 0):
     return write_checkpoint(folder, config, tensors)
 
 
-def write_nextn_target(folder, num_heads: int, seed: int = 0):
+def write_nextn_target(folder, num_heads: int):
     """GLM-4.7-Flash's latents and rotated keys over small sizes, with a random NextN module."""
     from safetensors.torch import load_file, save_file
     from transformers import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = Glm4MoeLiteConfig(
         vocab_size=1500,
         hidden_size=256,
@@ -135,7 +135,7 @@ def write_nextn_target(folder, num_heads: int, seed: int = 0):
     Glm4MoeLiteForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    module = nextn_tensors(config, tensors, seed)
+    module = nextn_tensors(config, tensors, 0)
     save_file(tensors | {name: one.bfloat16() for name, one in module.items()}, path)
     return folder
 

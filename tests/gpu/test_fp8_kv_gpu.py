@@ -47,10 +47,10 @@ def rows_at(first: int, count: int) -> AttentionRows:
     return AttentionRows(positions, positions * 0, kv_slots, table, RowRuns.even(1, count))
 
 
-def fused(count: int = LENGTH) -> torch.Tensor:
+def fused() -> torch.Tensor:
     generator = torch.Generator("cuda").manual_seed(0)
     width = SHAPE.q_size + 2 * SHAPE.kv_size
-    return torch.randn(count, width, device=CUDA, generator=generator).bfloat16()
+    return torch.randn(LENGTH, width, device=CUDA, generator=generator).bfloat16()
 
 
 def test_bytes_are_the_reference_s():

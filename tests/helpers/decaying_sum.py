@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from helpers.hybrid_toy import HIDDEN, rowwise
+from helpers.hybrid_toy import HIDDEN, VOCAB, rowwise
 from helpers.toy import toy_config
 from sametoken.layers.residual import kept_of
 from sametoken.models.base import HiddenStates
@@ -66,8 +66,8 @@ class DecayingSumWeights:
 class MixedToy:
     """``CausalLM`` of a decaying sum, attention over latents, and a Gated DeltaNet layer."""
 
-    def __init__(self, vocab_size: int = 11, pull: float = 0.0, kernels=None) -> None:
-        self.config, self.kernels = toy_config(vocab_size), kernels or ReferenceKernels()
+    def __init__(self, kernels=None) -> None:
+        self.config, self.kernels = toy_config(VOCAB), kernels or ReferenceKernels()
         total, delta = DecayingSum(6), GatedDelta(1, 2, key_dim=4, value_dim=4, conv_kernel=4)
         self.caches = (Recurrent(total, FP32), LatentKV(5, 3, FP32), Recurrent(delta, FP32))
         generator = torch.Generator().manual_seed(0)
@@ -75,13 +75,12 @@ class MixedToy:
         def random(*shape):
             return torch.randn(shape, generator=generator)
 
-        self._embedding, self._head = random(vocab_size, HIDDEN), random(vocab_size, HIDDEN)
+        self._embedding, self._head = random(VOCAB, HIDDEN), random(VOCAB, HIDDEN)
         self._total = DecayingSumWeights(total, random(6) + 3)
         conv = random(16, 4).t().contiguous()
         self._delta = GatedDeltaParams(delta, random(2) - 3, random(2), conv, None)
         self._into = random(12, HIDDEN), random(16, HIDDEN), random(20, HIDDEN)
         self._out_of = random(HIDDEN, 6), random(HIDDEN, 5), random(HIDDEN, 8)
-        self._pull = pull * torch.eye(vocab_size)[torch.randperm(vocab_size, generator=generator)]
 
     def forward(self, token_ids, rows, cache, kept=None):
         running = self.kernels.begin_pass(rows, cache.folded)
@@ -94,11 +93,10 @@ class MixedToy:
         mixed = running.run(self._delta, RawRows(qkv, tuple(gates)), delta)
         x = x + rowwise(mixed, self._out_of[2])
         running.finish()
-        last = torch.cat((x, token_ids[:, None].float()), dim=1)
-        return HiddenStates(kept_of(last, kept), last)
+        return HiddenStates(kept_of(x, kept), x)
 
     def compute_logits(self, hidden):
-        return rowwise(hidden[:, :-1], self._head) + self._pull[hidden[:, -1].long()]
+        return rowwise(hidden, self._head)
 
     def compute_rank_logits(self, hidden):
         return self.compute_logits(hidden)

@@ -75,8 +75,8 @@ WITH_EXPERTS = (
 )
 
 
-def write_exact(directory: Path, name: str, seed: int = 0) -> Path:
-    random_model(CONFIGS[name](), seed).save_pretrained(directory)
+def write_exact(directory: Path, name: str) -> Path:
+    random_model(CONFIGS[name](), 0).save_pretrained(directory)
     return directory
 
 

@@ -77,13 +77,13 @@ class Bench:
     def rows_at(self, slots: torch.Tensor, positions: torch.Tensor) -> AttentionRows:
         return rows_at(self.sequences, slots, positions, None, None)
 
-    def logits(self, token_ids: list[int], chunks: list[int], slot: int = 0) -> torch.Tensor:
+    def logits(self, token_ids: list[int], chunks: list[int]) -> torch.Tensor:
         """Logits of every position, computed in chunks of the given lengths and a rest."""
         out, start = [], 0
         for length in [*chunks, len(token_ids)]:
             chunk = token_ids[start : start + length]
             if chunk:
-                out.append(self.model.compute_logits(self.run(chunk, start, slot).last))
+                out.append(self.model.compute_logits(self.run(chunk, start).last))
                 start += len(chunk)
         return torch.cat(out)
 

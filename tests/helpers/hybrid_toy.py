@@ -13,7 +13,7 @@ from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaPara
 from sametoken.ops.model.recurrent.rule import RawRows
 from sametoken.ops.reference import ReferenceKernels
 
-HIDDEN = 12
+VOCAB, HIDDEN = 11, 12
 
 
 class HybridToy:
@@ -25,21 +25,19 @@ class HybridToy:
         kernels: what runs the recurrent layers.
     """
 
-    def __init__(
-        self, vocab_size: int = 11, pull: float = 0.0, seed: int = 0, kernels=None
-    ) -> None:
-        self.config = toy_config(vocab_size)
+    def __init__(self, pull: float = 0.0, kernels=None) -> None:
+        self.config = toy_config(VOCAB)
         rule = GatedDelta(1, 2, key_dim=4, value_dim=4, conv_kernel=4)
         # The last layer keeps KV for swaps to move, and does nothing else.
         kv = PagedKV(1, 1, 1, torch.float32)
         self.caches = (*(Recurrent(rule, torch.float32),) * 2, kv)
         self.kernels = kernels or ReferenceKernels()
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
 
         def random(*shape):
             return torch.randn(shape, generator=generator)
 
-        self._embedding = random(vocab_size, HIDDEN)
+        self._embedding = random(VOCAB, HIDDEN)
         self._layers = [
             (
                 random(16 + 4, HIDDEN),
@@ -51,8 +49,8 @@ class HybridToy:
             )
             for _ in range(2)
         ]
-        self._head = random(vocab_size, HIDDEN)
-        self._pull = pull * torch.eye(vocab_size)[torch.randperm(vocab_size, generator=generator)]
+        self._head = random(VOCAB, HIDDEN)
+        self._pull = pull * torch.eye(VOCAB)[torch.randperm(VOCAB, generator=generator)]
 
     def forward(self, token_ids, rows, cache, kept=None):
         running = self.kernels.begin_pass(rows, cache.folded)

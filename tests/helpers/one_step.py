@@ -202,10 +202,10 @@ class Case:
                 index += 1
 
 
-def case_of(rows: Sequence[Row], slots: Sequence[int] | None = None, spare_slots: int = 2) -> Case:
+def case_of(rows: Sequence[Row], slots: Sequence[int] | None = None) -> Case:
     """Commit the rows' tokens to their slots, descending unless given; windows come first."""
     rows = sorted(rows, key=lambda row: row.num_query > 1 or not row.samples)
-    count = len(rows) + spare_slots
+    count = len(rows) + 2
     slots = slots or [count - 1 - index for index in range(len(rows))]
     width = max(len(row.drafts) for row in rows) + 1
     longest = max(len(row.prompt) + len(row.output) for row in rows) + width + 1

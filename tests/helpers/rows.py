@@ -24,13 +24,11 @@ def runs_of(
     )
 
 
-def ragged_rows(
-    runs: Sequence[Run], block_table: Tensor, block_size: int, num_short: int | None = None
-) -> AttentionRows:
+def ragged_rows(runs: Sequence[Run], block_table: Tensor, block_size: int) -> AttentionRows:
     """The rows of these runs, one after the other, and where their KV is written."""
     device = block_table.device
     where = [(slot, first + row) for slot, first, length in runs for row in range(length)]
     slots, positions = torch.tensor(where, device=device).view(-1, 2).t().contiguous().unbind(0)
     kv_slots = block_table[slots, positions // block_size] * block_size + positions % block_size
-    ragged = runs_of([length for _, _, length in runs], num_short, device)
+    ragged = runs_of([length for _, _, length in runs], device=device)
     return AttentionRows(positions, slots, kv_slots, block_table, ragged)

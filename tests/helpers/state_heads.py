@@ -51,8 +51,8 @@ def write_mlp(directory: Path, tensors=None, **changes) -> Path:
     return write_checkpoint(directory, config | changes, tensors)
 
 
-def rms(x, eps: float = 1e-6):
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+def rms(x):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
 def mlp_chain(tensors, settings, state, token: int, k: int) -> list[int]:
@@ -154,15 +154,15 @@ def write_circle(directory: Path, vocab_size: int = VOCAB, **sizes) -> Path:
     return directory
 
 
-def write_circle_head(directory: Path, kind: str, vocab: int = VOCAB, num_drafts: int = 4) -> Path:
+def write_circle_head(directory: Path, kind: str, vocab: int = VOCAB) -> Path:
     """A head that knows the circle: Medusa by its blocks, a speculator from tokens too."""
-    drafts, tensors = range(num_drafts), {}
+    drafts, tensors = range(4), {}
     if kind == MEDUSA:
         for i in drafts:
             # The feature of a later token outweighs the state's, and the target's lm_head adds 1.
             block = pad(2 * after(i + 1, vocab), (0, 0, 0, FEATURES - vocab))
             tensors[f"blocks.{i}.layers.0.weight"] = block
-        sizes = {"vocab_size": vocab, "hidden_size": FEATURES, "num_heads": num_drafts}
+        sizes = {"vocab_size": vocab, "hidden_size": FEATURES, "num_heads": len(drafts)}
         return write_medusa(directory, tensors, original_lm_head=True, **sizes)
     for i in drafts:
         # Odd drafts read the token before, even ones the state, which is of one token less.
@@ -172,5 +172,5 @@ def write_circle_head(directory: Path, kind: str, vocab: int = VOCAB, num_drafts
         tensors[f"head.{i}.weight"] = after(2 - of_token, vocab)
         tensors[f"ln.{i}.weight"] = torch.ones(FEATURES)
         tensors[f"ln.{i}.bias"] = torch.zeros(FEATURES)
-    sizes = {"vocab_size": vocab, "emb_dim": FEATURES, "inner_dim": 0, "n_predict": num_drafts}
+    sizes = {"vocab_size": vocab, "emb_dim": FEATURES, "inner_dim": 0, "n_predict": len(drafts)}
     return write_mlp(directory, tensors, **sizes)

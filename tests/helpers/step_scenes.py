@@ -61,9 +61,9 @@ class Scene:
         """Where the plan's rows are among the shape's requests; the others are padding."""
         return order_of(self.layout, self.shape)
 
-    def by_request(self, values: Sequence[int], padding: int = 0) -> list[int]:
+    def by_request(self, values: Sequence[int]) -> list[int]:
         """Values of the plan's rows, where the shape has them."""
-        found = [padding] * self.shape.num_requests
+        found = [0] * self.shape.num_requests
         for place, value in zip(self.order, values, strict=True):
             found[place] = value
         return found

@@ -23,12 +23,12 @@ from sametoken.audit.trainer_fit import (
 ENGINE = torch.linspace(-6, -0.01, 400)
 
 
-def fit(noise: float = 0.0, shift: float = 0.0, cause: str = "", count: int = 400) -> Fit:
+def fit(noise: float = 0.0, shift: float = 0.0, cause: str = "") -> Fit:
     """A trainer with this much noise, and this much more than the engine everywhere."""
     generator = torch.Generator().manual_seed(1)
-    ours = ENGINE[:count]
-    theirs = ours.double() + shift + noise * torch.randn(count, generator=generator).double()
-    return Fit.of("assumed", cause, theirs.split(90), ours.split(90))
+    noises = torch.randn(len(ENGINE), generator=generator).double()
+    theirs = ENGINE.double() + shift + noise * noises
+    return Fit.of("assumed", cause, theirs.split(90), ENGINE.split(90))
 
 
 def test_counts_and_differences_are_over_all_rollouts():

@@ -127,19 +127,17 @@ class Talk:
     def __init__(
         self,
         *,
-        interactive: bool = True,
-        model: str = "m",
         generation_config: str = "auto",
         reasoning_parser: str = "auto",
         **sampling,
     ) -> None:
         config = EngineConfig(
-            model=model, generation_config=generation_config, speculative_config="ngram"
+            model="m", generation_config=generation_config, speculative_config="ngram"
         )
         self.answers, self.status = io.StringIO(), io.StringIO()
         consoles = Consoles(*(Console(file=f, soft_wrap=True) for f in (self.answers, self.status)))
         reasoning = ServerConfig(reasoning_parser=reasoning_parser)
-        self.chat = Chat(config, sampling, reasoning, consoles, interactive=interactive)
+        self.chat = Chat(config, sampling, reasoning, consoles, interactive=True)
         self.chat.start()
 
     @property

@@ -65,8 +65,8 @@ class Target:
         self.chosen = [self.kernels.moe_gate(one, ROUTING)[0] for one in self.given]
 
 
-def recorder(target: Target, num_rows: int = 8) -> ExpertRecorder:
-    return ExpertRecorder(target, target.kernels, num_rows, CPU)
+def recorder(target: Target) -> ExpertRecorder:
+    return ExpertRecorder(target, target.kernels, 8, CPU)
 
 
 def run(recorder: ExpertRecorder, target: Target, num_rows: int) -> None:

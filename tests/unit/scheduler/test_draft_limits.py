@@ -24,9 +24,9 @@ from sametoken.types.layout import StepLayout, StepShape
 K = 8
 
 
-def record_of(windows, record=None):
+def record_of(windows):
     """The record after windows of (drafts, proposed, accepted)."""
-    record = record or DraftRecord()
+    record = DraftRecord()
     for window in windows:
         record = record.after(*window)
     return record

@@ -24,8 +24,8 @@ def spoken(num_tokens, prompt=PROMPT):
     return (*prompt, *(7,) * (num_tokens - len(prompt)))
 
 
-def num_cached(kit, scheduler, prompt, name="next"):
-    scheduler.add(kit.request(name, prompt))
+def num_cached(kit, scheduler, prompt):
+    scheduler.add(kit.request("next", prompt))
     plan, _ = kit.step(scheduler)
     return plan.admissions[-1].num_cached
 

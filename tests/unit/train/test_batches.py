@@ -10,10 +10,10 @@ from sametoken.train.text import Sequences
 CPU = torch.device("cpu")
 
 
-def sequences_of(lengths, prompt_len=1):
+def sequences_of(lengths):
     pairs, first = [], 0
     for length in lengths:
-        pairs.append((list(range(first, first + length)), prompt_len))
+        pairs.append((list(range(first, first + length)), 1))
         first += length
     return Sequences.of(pairs)
 

@@ -45,9 +45,9 @@ OF_TRAINING = {
 }
 
 
-def factors(*modules: str, rank: int = 4, prefix: str = "model.", adapter: str = ""):
+def factors(*modules: str, prefix: str = "model.", adapter: str = ""):
     """Tensors of modules with 6 inputs and 10 outputs."""
-    shapes = {"A": (rank, 6), "B": (10, rank)}
+    shapes = {"A": (4, 6), "B": (10, 4)}
     return {
         f"base_model.model.{prefix}{module}.lora_{factor}{adapter}.weight": torch.randn(shape)
         for module in modules
@@ -276,12 +276,12 @@ EXPERTS = "layers.0.mlp.experts"
 BOTH = ["experts.down_proj", "gate_up_proj"]
 
 
-def stacks(*wrapped: str, rank: int = 4, count: int = 3) -> dict[str, Tensor]:
-    """Of parameters of ``count`` experts with 6 inputs and 10 outputs."""
+def stacks(*wrapped: str, rank: int = 4) -> dict[str, Tensor]:
+    """Of parameters of three experts with 6 inputs and 10 outputs."""
     return {
         f"base_model.model.model.{EXPERTS}{one}.lora_{factor}.weight": torch.randn(shape)
         for one in wrapped
-        for factor, shape in {"A": (rank * count, 6), "B": (10, rank * count)}.items()
+        for factor, shape in {"A": (rank * 3, 6), "B": (10, rank * 3)}.items()
     }
 
 

@@ -51,11 +51,11 @@ def make_model(config_class, **options):
     return model.eval()
 
 
-def assert_same_logits(model, path, tolerance=1e-4):
+def assert_same_logits(model, path):
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPT])).logits[0]
     found = Bench(load(path)).logits(PROMPT, [3])
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("tied", [True, False])

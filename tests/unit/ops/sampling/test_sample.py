@@ -77,8 +77,8 @@ def test_seeds_positions_and_tokens_all_change_the_noise():
     assert len(set(noise.flatten().tolist())) == 3 * 16
 
 
-def random_rows(count, vocab_size, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def random_rows(count, vocab_size):
+    generator = torch.Generator().manual_seed(0)
     logits = torch.randn(count, vocab_size, generator=generator) * 3
     temperature = torch.tensor([(0.0, 0.3, 1.0, 2.5)[i % 4] for i in range(count)])
     return logits, temperature, torch.arange(count) * 977, torch.arange(count) * 13

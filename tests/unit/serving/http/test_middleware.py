@@ -77,7 +77,7 @@ def test_keys_have_rates_of_their_own(serve):
     assert answers == [200, 200, 429]
 
 
-def status_of(app, path: str = "/v1/models") -> int:
+def status_of(app) -> int:
     """The status that an ASGI application answers a plain request with."""
     sent = []
 
@@ -87,7 +87,8 @@ def status_of(app, path: str = "/v1/models") -> int:
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "http", "method": "GET", "path": path, "headers": [], "client": ("1.2.3.4", 1)}
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": []}
+    scope |= {"client": ("1.2.3.4", 1)}
     asyncio.run(app(scope, receive, send))
     return sent[0]["status"]
 

@@ -293,13 +293,13 @@ MINIMAX = {
 parse_glm = glm_parser({"f": SCHEMA})
 
 
-def glm(*parameters, name="f", between="\n", end="</tool_call>"):
+def glm(*parameters, name="f", between="\n"):
     """A call of GLM-4.5 and 4.6; of 4.7 without anything between."""
     tags = "".join(
         f"{between}<arg_key>{key}</arg_key>{between}<arg_value>{value}</arg_value>"
         for key, value in parameters
     )
-    return f"<tool_call>{name}{tags}{between}{end}"
+    return f"<tool_call>{name}{tags}{between}</tool_call>"
 
 
 CITY = "<tool_call>f<arg_key>city</arg_key>"

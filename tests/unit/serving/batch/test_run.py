@@ -1,4 +1,4 @@
-"""@"""
+"""Batches: every line is answered once, in order, also by a run that goes on with another's."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from sametoken.serving.batch.config import BatchConfig
 from sametoken.serving.batch.lines import InputLine
 from sametoken.serving.batch.run import BatchSummary, answers_of, batch_server_config, run_batch
 from sametoken.serving.http.app import create_app
+from sametoken.serving.http.errors import as_api_error
 from sametoken.types.lora_modules import AdapterNames
 
 CONFIG = EngineConfig(model="toy", device="cpu")
@@ -159,6 +160,8 @@ def test_a_run_may_go_on_with_another_drafter_but_not_with_other_results(
     engine.fatal = ""
     with pytest.raises(ConfigError, match=f"{option}={held}"):
         run_batch(dataclasses.replace(CONFIG, **{option: other}), source, output, BATCH)
+    with pytest.raises(ConfigError, match=r"served_model_name=\['toy'\]"):
+        run_batch(CONFIG, source, output, dataclasses.replace(BATCH, served_model_name=("b",)))
     ngram = {"method": "ngram", "num_speculative_tokens": 4}
     config = EngineConfig.from_options(model="toy", device="cpu", speculative_config=ngram)
     assert run_batch(config, source, output, BATCH).num_kept > 0
@@ -338,34 +341,61 @@ async def test_no_more_lines_run_at_once_than_allowed_and_all_places_are_used():
 
 def test_seeds_depend_on_the_line_alone():
     engine = FakeEngine()
-    answered(engine, [line(1, prompt="a"), line(2, prompt="a"), line(3, prompt="a", seed=5)], 1)
+    given = [line(3, prompt="a", seed=5), line(4, prompt="a", seed=0)]
+    answered(engine, [line(1, prompt="a"), line(2, prompt="a"), *given], 1)
     again = FakeEngine()
     answered(again, [line(2, prompt="a"), line(1, prompt="a")], 1)
     seeds = [params.seed for _, params in engine.seen]
-    assert seeds[2] == 5
-    assert len(set(seeds)) == 3
+    assert seeds[2:] == [5, 0]
+    assert len(set(seeds)) == 4
     assert [params.seed for _, params in again.seen] == [seeds[1], seeds[0]]
 
 
 @pytest.mark.parametrize(
-    "trouble",
-    [EngineDeadError("gone"), EngineRestartingError("soon"), OverloadedError("too many wait")],
+    ("trouble", "times"),
+    [
+        (EngineDeadError("gone"), 4),
+        (EngineRestartingError("soon"), 9),
+        (OverloadedError("too many wait"), 9),
+    ],
 )
-def test_passing_trouble_is_waited_out(trouble):
+def test_passing_trouble_is_waited_out(trouble, times):
     class Troubled(FakeEngine):
+        left = times
+
         def begin(self, *arguments):
-            self.refuse, former = None, self.refuse
-            if former is not None:
-                raise former
+            self.left -= 1
+            if self.left >= 0:
+                raise trouble
             return super().begin(*arguments)
 
-    found = answered(Troubled(refuse=trouble), [line(1, prompt="a")])
+    found = answered(Troubled(), [line(1, prompt="a")])
     assert found["c1"]["response"]["status_code"] == 200
 
 
 def test_an_engine_that_is_gone_for_good_ends_the_run():
     with pytest.raises(EngineDeadError, match="The same command resumes the run"):
         answered(FakeEngine(refuse=EngineDeadError("gone")), [line(1, prompt="a")])
+
+
+async def test_lines_that_run_end_with_the_run():
+    ended = []
+
+    async def app(scope, receive, send):
+        body = json.loads((await receive())["body"])
+        if body["prompt"] == "a":
+            error = EngineDeadError("gone")
+            await as_api_error(error).response(scope["path"])(scope, receive, send)
+            return
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(body["prompt"])
+
+    groups = answers_of(app, [line(1, prompt="a"), line(2, prompt="b")], 2)
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(anext(groups), 10)
+    assert ended == ["b"]
 
 
 def test_a_failed_request_fails_alone():

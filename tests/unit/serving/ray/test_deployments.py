@@ -3,15 +3,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 from fastapi.testclient import TestClient
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
+from helpers.fake_engine import FakeEngine
+from sametoken.config import EngineConfig
+from sametoken.errors import EngineDeadError
+from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import ApiError
+from sametoken.serving.http.in_process import AppRequest
 from sametoken.serving.http.middleware import BodyBounds
+from sametoken.serving.limits import ServingLimits
 from sametoken.serving.ray import deployments as gateway
-from sametoken.serving.ray.deployments import REPLICA_HEADER, Forwarded, Gateway
+from sametoken.serving.ray.deployments import REPLICA_HEADER, Forwarded, Gateway, Replica
 
 BOUNDS = BodyBounds(1000, 10**6, 60.0)
 
@@ -90,6 +97,8 @@ def test_a_request_arrives_whole_and_its_answer_returns(client):
     request = forwarded.request
     assert (request.method, request.path, request.query) == ("POST", "/v1/completions", b"x=1")
     assert (request.body.decode(), request.root_path) == (prompt, "/under")
+    # By which a replica counts requests.
+    assert request.client == ("testclient", 50000)
     assert (b"k", b"v") in request.headers
     assert len(forwarded.keys) == 1
     assert handle.given[0].is_cancelled, "Serve is told that the answer was read"
@@ -153,3 +162,35 @@ def test_a_body_that_is_too_large_goes_nowhere(client):
     assert answer.status_code == 413
     assert ApiError(413, "").body["error"]["type"] == answer.json()["error"]["type"]
     assert not handle.seen
+
+
+async def test_a_replica_names_itself_is_replaced_without_an_engine_and_ends_it(monkeypatch):
+    class Engine(FakeEngine):
+        has_ended = False
+
+        async def shutdown(self) -> None:
+            self.has_ended = True
+
+    class Own(Replica):
+        def __del__(self) -> None:
+            """Ray awaits it; nobody would here."""
+
+    engine = Engine("hello")
+
+    async def begin(config: EngineConfig, limits: ServingLimits) -> Engine:
+        return engine
+
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r7"))
+    monkeypatch.setattr(gateway.serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(gateway.AsyncLLM, "start", begin)
+    replica = object.__new__(Own)
+    await Replica.__init__(replica, EngineConfig(), ServingLimits(), ServerConfig())
+    request = AppRequest("GET", "/ready")
+    messages = [one async for one in replica.respond(Forwarded(request, ()))]
+    assert (REPLICA_HEADER, b"r7") in messages[0]["headers"]
+    await replica.check_health()
+    engine.is_ready = False
+    with pytest.raises(EngineDeadError, match="takes no requests"):
+        await replica.check_health()
+    await Replica.__del__(replica)
+    assert engine.has_ended

@@ -80,9 +80,14 @@ def test_the_router_is_told_how_far_ahead_a_replica_may_be():
     assert router.request_router_class.endswith("PrefixRouter")
     assert router.request_router_kwargs == {"max_lead": 16}
     assert replicas._deployment_config.max_surge_percent == 50
+    _, replicas = deployments({"device": "cpu", "max_num_seqs": 3})
+    router = replicas._deployment_config.request_router_config
+    assert router.request_router_kwargs == {"max_lead": 1}
 
 
-@pytest.mark.parametrize(("gpus", "device"), [({"GPU": 2.0}, "cuda"), ({}, "cpu")])
+@pytest.mark.parametrize(
+    ("gpus", "device"), [({"GPU": 1.0}, "cuda"), ({"GPU": 0.5}, "cpu"), ({}, "cpu")]
+)
 def test_auto_is_what_the_cluster_has(monkeypatch, gpus, device):
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0} | gpus)
     assert cluster.device_on_ray("auto") == device
@@ -103,6 +108,9 @@ def test_a_cluster_is_joined_before_one_is_started(monkeypatch):
     assert cluster.connect()
     assert asked == ["auto", None]
     monkeypatch.setattr(ray, "init", lambda **options: None)
+    assert not cluster.connect()
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "init", None)
     assert not cluster.connect()
 
 

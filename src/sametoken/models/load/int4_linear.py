@@ -97,7 +97,7 @@ class Int4Linear:
 
     def _width(self, reader: WeightReader, in_features: int, parts: tuple[Part, ...]) -> int:
         """Features of a group of the products, which divide the checkpoint's and the ranks'."""
-        name, size = parts[0].name, reader.parallel.size
+        name = parts[0].name
         whole = in_features if self.group_size == -1 else self.group_size
         if in_features % whole:
             raise UnsupportedError(
@@ -105,21 +105,15 @@ class Int4Linear:
                 f"group_size={whole}",
                 "use a checkpoint with another group size",
             )
-        divided = size > 1 and any(part.split is Split.COLUMNS for part in parts)
-        own = in_features // size if divided else in_features
-        width = next((one for one in WIDTHS if whole % one == 0 and own % one == 0), None)
-        if width is None and divided:
-            raise ConfigError(
-                f"tensor_parallel_size={size} cuts the {in_features} features of {name} within a "
-                f"group of {whole}",
-                "use a smaller size",
-            )
-        if width is None or whole % width:
+        if whole % WIDTHS[-1]:
             raise UnsupportedError(
                 f"{name} of {reader.source.location} has groups of {whole} features",
                 f"use a checkpoint with groups of a multiple of {WIDTHS[-1]}",
             )
-        return width
+        reader.require_whole_groups(in_features, parts, WIDTHS[-1], f"a group of {whole}")
+        divided = any(part.split is Split.COLUMNS for part in parts)
+        own = in_features // (reader.parallel.size if divided else 1)
+        return next(one for one in WIDTHS if whole % one == 0 and own % one == 0)
 
     def _unpacked(self, reader: WeightReader, in_features: int, part: Part) -> _Unpacked:
         groups = 1 if self.group_size == -1 else in_features // self.group_size

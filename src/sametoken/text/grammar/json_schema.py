@@ -21,8 +21,8 @@ MAX_DEPTH = 64
 #: byte of one: from 12,000 on it has ended its process.
 MAX_NAME = 1024
 
-# The compiler keeps whole numbers in 64 bits.
-_LARGEST = 2**63 - 1
+# The compiler keeps whole numbers in 64 bits, and ignores a larger ``multipleOf``.
+_LARGEST, _LARGEST_MULTIPLE = 2**63 - 1, 1024
 
 _UNSUPPORTED = frozenset(
     (
@@ -298,9 +298,10 @@ def _check_types(schema: Mapping[str, Any], stated: str | Iterable[str]) -> None
         raise _refused(length[0], f"excludes {shape[0]}", "state the length in a pattern")
     if "propertyNames" in schema:
         _check_names(schema)
-    multiple = schema.get("multipleOf")
-    if isinstance(multiple, float) and not multiple.is_integer():
-        raise _refused("multipleOf", f"is {multiple}", "use a whole number")
+    multiple = schema.get("multipleOf", 1)
+    if multiple not in range(1, _LARGEST_MULTIPLE + 1):
+        remedy = f"use a whole number from 1 to {_LARGEST_MULTIPLE}"
+        raise _refused("multipleOf", f"is {shown(multiple)}", remedy)
     if "multipleOf" in schema and any(key in schema for key in _RANGE):
         raise _refused("multipleOf", "excludes a minimum or a maximum", "list the values")
 

@@ -70,6 +70,11 @@ def accepts(grammar, tokenizer, text: str) -> bool:
     ("fields", "right", "wrong"),
     [
         ({"regex": "(cat|dog) [0-9]{2}"}, ["cat 10", "dog 99"], ["cat 1", "cow 10", ""]),
+        (
+            {"json_schema": '{"type": "integer", "multipleOf": 1024}'},
+            ["0", "2048", "-1024"],
+            ["5", "1025", "102"],
+        ),
         # As in Python and JavaScript, a point is no line break; Python's groups have names.
         (
             {"regex": r"a.(?P<end>[.]\.)"},

@@ -2,8 +2,8 @@
 
 An engine's process takes 3.5 s of CPU time to import its libraries, and a process that tries
 grammars 4 s. ``spawn`` of ``sametoken.io.child_process`` and a sweep start what they start without
-this: a child of the process that asks, with its environment, its streams and the socket it passes
-on. The commands that tests run start their processes themselves.
+this: a child of the process that asks, with its environment, the signals that it blocks, its
+streams and the socket it passes on. The commands that tests run start their processes themselves.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -86,7 +87,8 @@ class _Server:
 
     def fork(self, module: str, env, *fds: int) -> int:
         """Process id of a child of this process; the first three are its streams."""
-        request = json.dumps([module, dict(env), os.getcwd()]).encode()
+        mask = list(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+        request = json.dumps([module, dict(env), os.getcwd(), mask]).encode()
         with self._lock, _adopting():
             socket.send_fds(self._sock, [request], fds)
             return int(self._sock.recv(_LARGEST_REQUEST))
@@ -140,7 +142,8 @@ def _serve(sock: socket.socket) -> None:
 
 def _run(request: list, *streams_and_fds: int) -> None:
     streams, fds = streams_and_fds[:3], streams_and_fds[3:]
-    module, env, directory = request
+    module, env, directory, mask = request
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(directory)
@@ -162,4 +165,6 @@ if __name__ == "__main__":
     import sametoken.serving.engine_main  # noqa: F401
 
     gc.freeze()
+    # Until a child has the mask of the thread that asks.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     _serve(socket.socket(fileno=int(sys.argv[1])))

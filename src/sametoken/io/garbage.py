@@ -6,7 +6,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
 #: New objects after which garbage is searched for: a step of 1,024 requests makes about as many.
 _NEW_OBJECTS = 10_000
 

@@ -142,7 +142,7 @@ def test_an_update_that_is_interrupted_while_it_waits_is_dropped_by_all(
     busy, enough = threading.Event(), threading.Event()
 
     def occupy():
-        with live._exclusive.held(lambda: None):
+        with live._requests._exclusive.held(lambda: None):
             busy.set()
             enough.wait(60)
 

@@ -109,16 +109,25 @@ class OutputProcessor:
 
     def abort(self, request_id: str, now: float) -> ProcessedUpdates:
         """Abort a request, keeping its output so far; an unknown id gives no output."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
+        if request_id not in self._requests:
             return ProcessedUpdates((), {})
+        request = self._requests[request_id]
         released: dict[str, int] = {}
-        for completion in request.completions:
-            if self._completions.pop(completion.request.request_id, None) is not None:
-                completion.end("abort")
-                released[completion.request.request_id] = completion.num_kept_tokens
+        for completion in self.forget(request_id):
+            completion.end("abort")
+            released[completion.request.request_id] = completion.num_kept_tokens
         request.end(now)
         return ProcessedUpdates((request,), released)
+
+    def forget(self, request_id: str) -> list[_Completion]:
+        """Drop a request as it is: an output that is read later has not ended.
+
+        Returns:
+            Its unfinished completions.
+        """
+        completions = self._requests.pop(request_id).completions
+        held = (self._completions.pop(one.request.request_id, None) for one in completions)
+        return [one[1] for one in held if one is not None]
 
 
 class _Request:

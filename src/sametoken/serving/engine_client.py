@@ -331,7 +331,7 @@ class EngineClient:
             self._audit.note_finished(finished.request, output, number)
 
     def _fail(self, request_id: str, error: SametokenError) -> None:
-        self._outputs.abort(request_id, time.monotonic())
+        self._outputs.forget(request_id)
         stream = self._remove(request_id).stream()
         if stream is not None:
             # A copy for each reader: raising adds a traceback to it.

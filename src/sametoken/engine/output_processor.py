@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,29 +24,18 @@ from sametoken.types.outputs import (
 from sametoken.types.request import EngineRequest, RequestUpdate
 
 
-class Shown(Protocol):
-    """A request with something to show."""
-
-    request_id: str
-    finished: bool
-
-    def output(self) -> RequestOutput:
-        """All of it by now."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ProcessedUpdates:
     """The result of processing updates.
 
     Attributes:
-        shown: finished requests, and streamed ones with new tokens.
+        shown: finished requests, and streamed ones with new tokens; each has its ``output`` by now.
         released: ids of finished engine requests, each with the tokens of prompt and output
             that it kept, for ``EngineCore.release``.
         num_tokens: tokens that the updates added to outputs; those cut at a stop are none.
     """
 
-    shown: tuple[Shown, ...]
+    shown: tuple[_Request, ...]
     released: Mapping[str, int]
     num_tokens: int = 0
 
@@ -131,7 +120,7 @@ class OutputProcessor:
 
 
 class _Request:
-    """``Shown``: the completions of one prompt."""
+    """The completions of one prompt."""
 
     def __init__(
         self, processed: ProcessedRequest, now: float, tokenizer: Tokenizer | None, *, stream: bool
@@ -171,9 +160,7 @@ class _Request:
         completion.take(update)
         if completion.token_ids:
             self._metrics.setdefault("first_token_time", now)
-        if completion.finish_reason is not None and all(
-            one.finish_reason is not None for one in self.completions
-        ):
+        if completion.finish_reason and all(one.finish_reason for one in self.completions):
             self.end(now)
 
     def end(self, now: float) -> None:

@@ -80,13 +80,9 @@ class Turn(NamedTuple):
         request, num_query, draft_limit = self
         if not request.prefilling:
             return ScheduledRequest(request.held_slot, num_query, draft_limit, samples=True)
+        samples, expanded_to = self.samples, request.expanded_to(num_query)
         return ScheduledRequest(
-            request.held_slot,
-            num_query,
-            draft_limit,
-            self.samples,
-            request.replays,
-            request.expanded_to(num_query),
+            request.held_slot, num_query, draft_limit, samples, request.replays, expanded_to
         )
 
 
@@ -140,12 +136,7 @@ class PlanDraft:
 
     def build(self, kept_states: Sequence[StateCopy]) -> StepPlan:
         """The finished plan, its requests in order; ``turns`` are sorted likewise."""
-        windows: list[Turn] = []
-        chunks: list[Turn] = []
-        for turn in self.turns:
-            (windows if turn.is_window else chunks).append(turn)
-        chunks.sort(key=lambda turn: turn.request.expanded_to(1) > 0)
-        self.turns = windows + chunks
+        self.turns.sort(key=_order)
         return StepPlan(
             step_id=self.step_id,
             swap_outs=tuple(self.swap_outs),
@@ -157,6 +148,11 @@ class PlanDraft:
             requests=tuple(turn.scheduled() for turn in self.turns),
             kept_states=tuple(kept_states),
         )
+
+
+def _order(turn: Turn) -> int:
+    """0 of a window, 1 of a chunk, 2 of an expanded one."""
+    return 0 if turn.is_window else 1 + (turn.request.expanded_to(1) > 0)
 
 
 #: Sampled rows of a step, if there are not more requests: each has logits over the vocabulary.
@@ -198,13 +194,8 @@ class RowBudget:
 
     def share(self, step_id: int, candidates: Sequence[RequestState]) -> list[Turn]:
         """Turns for requests that can run, in the order of ``candidates``, oldest first."""
-        decodes: list[RequestState] = []
-        prompts: dict[RequestState, int] = {}
-        for request in candidates:
-            if request.prefilling:
-                prompts[request] = request.num_left
-            else:
-                decodes.append(request)
+        decodes = [request for request in candidates if not request.prefilling]
+        prompts = {request: request.num_left for request in candidates if request.prefilling}
         longest = self._longest_chunk(len(decodes), prompts)
         rows = self._rows(len(decodes), prompts.values(), longest)
         reserved = max(1, rows // SHARE) if prompts else 0

@@ -111,6 +111,7 @@ def test_synthetic_acceptance_accepts_as_often_as_it_is_told(dense):
     synthetic = {
         "rejection_sample_method": "synthetic",
         "synthetic_acceptance_rates": [1.0, 1.0, 0.0],
+        "draft_limits": "fixed",
     }
     drafted = run(build(dense, mtp(3, **synthetic)), requests())
     assert drafted.offered > 0

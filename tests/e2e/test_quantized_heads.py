@@ -32,6 +32,7 @@ LAYER = {key: value for key, value in LLAMA.items() if key != "architectures"} |
 FP8 = {"weights": FLOAT | {"strategy": "channel"}}
 ROUNDED = FP8 | {"input_activations": FLOAT | {"strategy": "token", "dynamic": True}}
 INT4 = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}
+FIXED = {"num_speculative_tokens": 3, "draft_limits": "fixed"}
 PROMPTS = [[1, 2, 3, 4] * 5, [0, 7, 7], list(range(17)), [5, 6]]
 
 
@@ -61,7 +62,7 @@ def said(target, head=None) -> Ran:
     core = build_engine(
         EngineConfig.from_options(
             model=str(target),
-            speculative_config=head and {"model": str(head), "num_speculative_tokens": 3},
+            speculative_config=head and FIXED | {"model": str(head)},
             device="cpu",
             dtype="float32",
             block_size=4,

@@ -7,6 +7,7 @@ alone in a plain engine.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from functools import lru_cache
@@ -94,10 +95,21 @@ class SameTokens(RuleBasedStateMachine):
         chunk=st.sampled_from((4, 8, 16)),
         num_blocks=st.sampled_from((10, 14, 60)),
         caching=st.booleans(),
+        draft_share=st.sampled_from((0.0, 0.1, 0.4)),
         seed=st.integers(0, 999),
     )
     def start(
-        self, data, kernels, kind, steps_in_flight, num_drafts, chunk, num_blocks, caching, seed
+        self,
+        data,
+        kernels,
+        kind,
+        steps_in_flight,
+        num_drafts,
+        chunk,
+        num_blocks,
+        caching,
+        draft_share,
+        seed,
     ):
         self.kind, self.kernels = kind, kernels
         self.random = random.Random(seed)
@@ -113,6 +125,8 @@ class SameTokens(RuleBasedStateMachine):
             max_model_len=36,
             prefix_caching=caching,
             captures=True,
+            free_rows=0 if draft_share else 16,
+            draft_share=draft_share,
         )
         stream = LaggingStream(lambda queued: self.random.randint(0, queued))
         self.core = build(
@@ -291,6 +305,7 @@ def test_limits_of_drafts_change_no_token(kind, steps_in_flight):
         prefill_chunk_size=48,
         num_blocks=120,
         rows_per_weight_read=12,
+        draft_share=0.1,
     )
     core = build(
         MODEL,
@@ -298,16 +313,48 @@ def test_limits_of_drafts_change_no_token(kind, steps_in_flight):
         make_drafter=make_drafter(kind),
         oracle=lambda admitted: truth[admitted.prompt_token_ids, admitted.params.seed],
     )
-    limits, plan_step = set(), core.scheduler.plan
+    limits, wanted, plan_step = set(), set(), core.scheduler.plan
 
     def watched():
         plan = plan_step()
         limits.update(row.draft_limit for row in (plan.requests if plan else ()))
+        wanted.add(plan.num_wanted if plan else None)
         return plan
 
     core.scheduler.plan = watched
     ran = run(core, items)
     for i, item in enumerate(items):
         assert ran.tokens[item.request_id] == truth[prompts[i], i % len(PARAMS)][:LONGEST]
-    assert len(limits) > 2, "they follow what happens"
+    assert min(len(limits), len(wanted - {None})) > 2, "they follow what happens"
     assert ran.offered > 0
+
+
+@pytest.mark.usefixtures("layouts")
+@pytest.mark.parametrize(
+    ("kind", "steps_in_flight"), [("alternating", 1), ("mixed", 2), ("self", 1), ("state", 1)]
+)
+def test_passes_that_are_left_out_change_no_token(kind, steps_in_flight):
+    """And drafts are as right as with all passes: only their number varies."""
+    items = [
+        request(f"r{i}", tuple((i * j) % 11 for j in range(1, 4 + i)), LONGEST, **PARAMS[i])
+        for i in range(4)
+    ]
+    truth = {item.request_id: list(alone(item.prompt_token_ids, i)) for i, item in enumerate(items)}
+    shape = Shape(num_drafts=4, steps_in_flight=steps_in_flight, rows_per_weight_read=8)
+    core = build(
+        MODEL,
+        shape,
+        make_drafter=make_drafter(kind),
+        oracle=lambda admitted: truth[admitted.request_id],
+    )
+    turns = itertools.cycle((2, 0, 4, 1, 0, 0, 3))
+    core.scheduler._budget.num_wanted = lambda given: next(turns)
+    ran = run(core, items)
+    assert ran.tokens == {name: tokens[:LONGEST] for name, tokens in truth.items()}
+    assert_acceptance(kind, ran)
+    if kind in ("self", "state"):
+        greedy = PARAMS[0]
+        only = build(MODEL, shape, make_drafter=make_drafter(kind))
+        only.scheduler._budget.num_wanted = lambda given: next(turns)
+        ran = run(only, [request("r", (1, 2, 3), 30, **greedy)])
+        assert ran.accepted == ran.offered > 0

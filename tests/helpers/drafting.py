@@ -47,7 +47,10 @@ class Counts:
 
 @dataclass
 class Bench:
-    """Slots, a target and its KV; the drafter is set once its KV is allocated."""
+    """Slots, a target and its KV; the drafter is set once its KV is allocated.
+
+    Plans want ``num_wanted`` drafts in turn.
+    """
 
     target: object
     k: int
@@ -60,6 +63,7 @@ class Bench:
     kernels: ReferenceKernels = field(default_factory=ReferenceKernels)
     counts: Counts = field(default_factory=Counts)
     steps: str = field(default_factory=chosen_steps)
+    num_wanted: tuple[int | None, ...] = (None,)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -153,7 +157,11 @@ class Bench:
 
     def _step(self, rows: list[ScheduledRequest], vocab: int, check: Callable) -> None:
         self.step_id += 1
-        plan = StepPlan(self.step_id, requests=tuple(sorted(rows, key=_is_chunk)))
+        plan = StepPlan(
+            self.step_id,
+            requests=tuple(sorted(rows, key=_is_chunk)),
+            num_wanted=self.num_wanted[self.step_id % len(self.num_wanted)],
+        )
         step = Step(
             sequences=self.sequences,
             model=self.target,

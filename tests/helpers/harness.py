@@ -64,6 +64,8 @@ class Shape:
     prefix_caching: bool = True
     cache_emitted: bool = True
     rows_per_weight_read: int = 32
+    free_rows: int = 16
+    draft_share: float = 0.0
     num_kept_states: int = 0
     captures: bool = False
 
@@ -100,7 +102,7 @@ class ScriptedDrafter:
             self.turn += 1
             n = int(context.num_tokens[b])
             truth = self.parts.expected[slot][n : n + k]
-            drafts = self._script(truth + [0] * (k - len(truth)))[:k]
+            drafts = self._script(truth + [0] * (k - len(truth)))[: context.num_wanted]
             draft_ids[b, : len(drafts)] = torch.tensor(drafts, dtype=torch.int64)
             num_drafts[b] = len(drafts) if bool(context.samples[b]) else 0
         return Drafts(draft_ids, num_drafts)
@@ -177,7 +179,13 @@ def build(
         max_model_len=shape.max_model_len,
         num_speculative_tokens=k,
         adaptive_drafts=True,
-        reads=StepReads(shape.rows_per_weight_read),
+        reads=StepReads(
+            shape.rows_per_weight_read,
+            dead_rows=not shape.draft_share,
+            free_rows=shape.free_rows,
+            draft_share=shape.draft_share,
+            catch_up_share=shape.draft_share / 2,
+        ),
         busy_rows=10 * shape.rows_per_weight_read,
         usual_rows=shape.usual_rows or shape.max_num_batched_tokens,
         lookahead_slots=drafter.lookahead_slots,

@@ -24,8 +24,8 @@ def noted(step: Step, note: Note) -> Step:
             raw.append(computed.logits.clone())
             return computed
 
-        def verify_and_propose(self, computed):
-            verified = super().verify_and_propose(computed)
+        def verify_and_propose(self, computed, num_wanted=None):
+            verified = super().verify_and_propose(computed, num_wanted)
             note(computed.x, raw.pop(), verified)
             return verified
 

@@ -57,7 +57,7 @@ class Drafter(Protocol):
         """Propose drafts for every request; requests that do not sample must get 0.
 
         A drafter with KV also computes the live rows of requests that do not sample (prefill
-        chunks).
+        chunks). One that runs a pass for each draft proposes at most ``context.num_wanted``.
         """
         ...
 
@@ -94,14 +94,22 @@ def drafts_of(context: DraftContext, chains: Chains, tokens: list[Tensor]) -> Dr
     Args:
         context: the step's context.
         chains: the requests that sample.
-        tokens: one [R] int64 for each of the k draft positions.
+        tokens: one [R] int64 for each draft position, one or more.
     """
     if chains.owner is None:
-        return Drafts(*context.ops.stacked(tokens, context.samples))
-    drafted = torch.stack(tokens, dim=1)
-    draft_ids = drafted.new_zeros(context.slots.shape[0], len(tokens))
-    draft_ids[chains.owner] = drafted
+        return stacked_drafts(context, tokens)
+    k = context.num_speculative_tokens
+    draft_ids = tokens[0].new_zeros(context.slots.shape[0], k)
+    draft_ids[chains.owner, : len(tokens)] = torch.stack(tokens, dim=1)
     return Drafts(draft_ids, context.samples * len(tokens))
+
+
+def stacked_drafts(context: DraftContext, tokens: list[Tensor]) -> Drafts:
+    """Drafts of requests that all have a chain; each of ``tokens`` is [B] int64."""
+    draft_ids, num_drafts = context.ops.stacked(tokens, context.samples)
+    if missing := context.num_speculative_tokens - len(tokens):
+        draft_ids = torch.nn.functional.pad(draft_ids, (0, missing))
+    return Drafts(draft_ids, num_drafts)
 
 
 #: Loads a drafter's model again: these tensors, over this target, packed by these kernels.
@@ -147,6 +155,8 @@ class LoadedDrafter:
         attach: makes the drafter over the memory of ``caches``, which is None if there are none.
         history: texts of earlier requests that it reads; written at admission.
         weights_bytes: bytes of its matrices, without those shared with the target.
+        draft_bytes: bytes of matrices that the pass for a draft reads, shared ones included.
+        catch_up_bytes: those of them that a step reads even if no draft is wanted.
         model: the model or head that drafts; None without any.
         reload: loads another one like ``model``; None without any.
         in_target: prefix of its tensors where they are a part of the target's checkpoint.
@@ -157,6 +167,8 @@ class LoadedDrafter:
     attach: Callable[[ModelCache | None, Coupling], Drafter]
     history: TokenHistory = NO_HISTORY
     weights_bytes: int = 0
+    draft_bytes: int = 0
+    catch_up_bytes: int = 0
     model: object = None
     reload: Reload | None = None
     in_target: str | None = None

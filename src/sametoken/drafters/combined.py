@@ -33,10 +33,8 @@ class CascadeDrafter(DrafterAround):
         found = first.num_drafts > 0
         left = replace(context.x, samples=context.samples & ~found)
         second = self._inner.propose(replace(context, x=left))
-        missing = first.draft_ids.shape[1] - second.draft_ids.shape[1]
-        padded = torch.nn.functional.pad(second.draft_ids, (0, missing))
         return Drafts(
-            torch.where(found[:, None], first.draft_ids, padded),
+            torch.where(found[:, None], first.draft_ids, second.draft_ids),
             torch.where(found, first.num_drafts, second.num_drafts),
         )
 

@@ -33,6 +33,7 @@ class DraftContext:
         hidden: the target's hidden states of the step's rows; see ``ForwardOutput``.
         end: [B] int64; ``end == num_tokens - 1`` for requests that sample.
         num_tokens: [B] int64, committed tokens after the step.
+        num_wanted: the most drafts of a request that are worth a pass each, 0..k.
         sequences: device state, read only.
         kernels, ops: operations of models and of steps.
     """
@@ -41,6 +42,7 @@ class DraftContext:
     hidden: HiddenStates
     end: Tensor
     num_tokens: Tensor
+    num_wanted: int
     sequences: Sequences = field(repr=False)
     kernels: Kernels = field(repr=False)
     ops: StepOps = field(repr=False)

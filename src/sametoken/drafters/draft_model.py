@@ -75,7 +75,7 @@ class DraftModelDrafter:
         self._num_positions = num_positions if num_positions < max_model_len else None
 
     def propose(self, context: DraftContext) -> Drafts:
-        """k drafts for every request that samples; the others only catch up."""
+        """The wanted drafts for every request that samples; the others only catch up."""
         (kv_cache,) = self.kv_caches
         live = context.catch_up_with_newest()
         chains, token_ids = live.chains, live.token_ids
@@ -84,10 +84,11 @@ class DraftModelDrafter:
             token_ids = token_ids.clamp(max=self._last_id)
         # Rows outside chains.last are run only for their KV.
         hidden = self._model.forward(token_ids, live.rows, kv_cache, chains.last).last
-        if not chains.last.index.numel():
+        wanted = min(self._k, context.num_wanted)
+        if not wanted or not chains.last.index.numel():
             return NoDrafter().propose(context)
         drafts = [self._choose(hidden, chains)]
-        while len(drafts) < self._k:
+        while len(drafts) < wanted:
             chains = context.advanced(chains)
             hidden = self._model.forward(drafts[-1], chains.rows, kv_cache).last
             drafts.append(self._choose(hidden, chains))
@@ -95,7 +96,7 @@ class DraftModelDrafter:
         if self._num_positions is None:
             return found
         # Rows beyond are run with the others, and give no drafts.
-        fits = context.num_tokens + self._k - 1 <= self._num_positions
+        fits = context.num_tokens + wanted - 1 <= self._num_positions
         return Drafts(found.draft_ids, found.num_drafts * fits)
 
     def _choose(self, hidden: Tensor, chains: Chains) -> Tensor:
@@ -158,6 +159,13 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
         )
         return model.reloaded(reader)
 
+    layers_bytes = sum(layer.nbytes for layer in model.layers)
     return LoadedDrafter(
-        model.caches, attach, weights_bytes=model.weights_bytes, model=model, reload=reload
+        model.caches,
+        attach,
+        weights_bytes=model.weights_bytes,
+        draft_bytes=layers_bytes + model.head.nbytes,
+        catch_up_bytes=layers_bytes,
+        model=model,
+        reload=reload,
     )

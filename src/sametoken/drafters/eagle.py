@@ -39,17 +39,18 @@ class EagleDrafter:
         self._coupling = coupling
 
     def propose(self, context: DraftContext) -> Drafts:
-        """k drafts for every request that samples; the others only catch up."""
+        """The wanted drafts for every request that samples; the others only catch up."""
         (kv_cache,) = self.kv_caches
         live = context.catch_up()
         target_states = self._head.target_states(context.hidden, live.source)
         chains = live.chains
         # Rows outside chains.last are run only for their KV.
         states = self._head.forward(live.token_ids, target_states, live.rows, kv_cache, chains.last)
-        if not chains.last.index.numel():
+        wanted = min(self._k, context.num_wanted)
+        if not wanted or not chains.last.index.numel():
             return NoDrafter().propose(context)
         tokens = [self._choose(states.last, chains)]
-        while len(tokens) < self._k:
+        while len(tokens) < wanted:
             states = self._head.forward(tokens[-1], states.feedback, chains.rows, kv_cache)
             chains = context.advanced(chains)
             tokens.append(self._choose(states.last, chains))

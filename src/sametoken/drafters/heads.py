@@ -146,6 +146,8 @@ def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> Loa
         head.caches,
         attach,
         weights_bytes=head.nbytes + sum(own.values()),
+        draft_bytes=head.draft_bytes,
+        catch_up_bytes=head.nbytes if head.caches else 0,
         model=head,
         reload=reload,
         in_target=checkpoint.prefix if spec.model is None else None,

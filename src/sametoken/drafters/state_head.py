@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sametoken.drafters.base import Drafts, NoDrafter
+from sametoken.drafters.base import Drafts, NoDrafter, stacked_drafts
 from sametoken.drafters.context import Coupling, DraftContext
 from sametoken.models.heads.state_head import StateHead
 from sametoken.state.caches import ModelCache
@@ -33,18 +33,19 @@ class StateDrafter:
         self._coupling = coupling
 
     def propose(self, context: DraftContext) -> Drafts:
-        """k drafts for every request that samples."""
-        if not context.x.sampled.slots.shape[0]:
+        """The wanted drafts for every request that samples."""
+        wanted = min(self._k, context.num_wanted)
+        if not wanted or not context.x.sampled.slots.shape[0]:
             return NoDrafter().propose(context)
         head, slots = self._head, context.slots
         states = head.target_states(context.hidden, _last_accepted(context))
         tokens = [context.tokens_at(slots, context.end)]
-        for index in range(self._k):
+        for index in range(wanted):
             drafted = head.forward(index, tokens[-1], states)
             states, logits = drafted.feedback, head.compute_logits(index, drafted.last)
             positions = context.num_tokens + index
             tokens.append(self._coupling.choose(logits, slots, positions, head.token_ids))
-        return Drafts(*context.ops.stacked(tokens[1:], context.samples))
+        return stacked_drafts(context, tokens[1:])
 
 
 def _last_accepted(context: DraftContext) -> Tensor:

@@ -22,9 +22,11 @@ from sametoken.engine.load import Loaded, Requested, load, validate
 from sametoken.engine.modes import without_modes
 from sametoken.engine.resolve import (
     BUSY_ROWS,
+    FREE_ROWS,
     ROUTING_BYTES,
     ROWS_PER_SPARSE_READ,
     ROWS_PER_WEIGHT_READ,
+    STEP_BYTES,
 )
 from sametoken.engine.shared_weights import LeadingWeights, LoadAdapter
 from sametoken.engine.sleep import memory_of
@@ -297,25 +299,29 @@ def _busy_rows(loaded: Loaded) -> int:
 
 
 def _reads(loaded: Loaded) -> StepReads:
-    """A row is computed with the experts that it chooses."""
-    resolved, mixtures = loaded.resolved, loaded.mixtures
+    """A row is computed with the experts that it chooses; captured steps run all passes."""
+    resolved, mixtures, drafter = loaded.resolved, loaded.mixtures, loaded.drafter
     device = resolved.device.type
     unbounded = [cache for cache in loaded.caches if common_window([cache]) is None]
     experts = sum(one.experts.nbytes for one in mixtures)
     chosen = sum(one.share * one.experts.nbytes for one in mixtures)
     whatever_rows = resolved.weights_bytes - experts
-    multiplied = whatever_rows + chosen
-    if device == "cuda":
-        multiplied += widened_bytes(loaded.target)
-        multiplied -= sum((1 - one.share) * widened_bytes(one.experts) for one in mixtures)
+    multiplied = whatever_rows + chosen + widened_bytes(loaded.target)
+    multiplied -= sum((1 - one.share) * widened_bytes(one.experts) for one in mixtures)
+    step_bytes = STEP_BYTES[device]
+    passes = 1 / (resolved.weights_bytes + step_bytes) if device == "cpu" else 0.0
     rows_per_read = (ROWS_PER_SPARSE_READ if mixtures else ROWS_PER_WEIGHT_READ)[device]
     return StepReads(
-        weights_bytes=whatever_rows + len(mixtures) * ROUTING_BYTES[device],
+        weights_bytes=whatever_rows + step_bytes + len(mixtures) * ROUTING_BYTES[device],
         row_bytes=multiplied / rows_per_read,
         kv_bytes=bytes_per_block(unbounded, 1),
         state_bytes=state_bytes(unbounded),
         experts_bytes=experts,
         experts_share=chosen / experts if experts else 0.0,
+        dead_rows=device == "cuda",
+        free_rows=FREE_ROWS[device],
+        draft_share=drafter.draft_bytes * passes,
+        catch_up_share=drafter.catch_up_bytes * passes,
     )
 
 

@@ -126,8 +126,14 @@ USUAL_ROWS = {"cpu": 2048, "cuda": 4096}
 
 #: Approximate number of rows that a device computes in the time of one read of the weights, and of
 #: one read of those that a row needs where it chooses experts.
-ROWS_PER_WEIGHT_READ = {"cpu": 32, "cuda": 250}
-ROWS_PER_SPARSE_READ = {"cpu": 32, "cuda": 90}
+ROWS_PER_WEIGHT_READ = {"cpu": 20, "cuda": 250}
+ROWS_PER_SPARSE_READ = {"cpu": 20, "cuda": 90}
+
+#: Steps of up to this many rows take as long as a step of one row, unless they choose experts.
+FREE_ROWS = {"cpu": 0, "cuda": 16}
+
+#: Bytes that the device could read in the time of what a step does beside the model.
+STEP_BYTES = {"cpu": 50_000_000, "cuda": 0}
 
 #: Bytes that the device could read in the time in which rows are sent to their experts, per layer.
 ROUTING_BYTES = {"cpu": 0, "cuda": 130_000_000}

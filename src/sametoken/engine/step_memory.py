@@ -171,7 +171,9 @@ def most_adapted(node: object, chosen: int, device: torch.device) -> int:
 
 
 def widened_bytes(node: object) -> int:
-    """Bytes by which packed elements in 16 bits, as a GPU multiplies them, exceed what is stored.
+    """Bytes by which packed elements in 16 bits exceed what is stored.
+
+    A GPU multiplies them so, and a CPU takes about as long.
 
     Args:
         node: models, layers and experts, nested in any way.

@@ -238,7 +238,7 @@ class ExpandedWeight(Weight, Protocol):
 
 @runtime_checkable
 class PackedMatrix(Protocol):
-    """A matrix in few bits whose elements a GPU multiplies in 16, of a weight or of experts."""
+    """A matrix in few bits, of a weight or of experts: many rows take the time of one in 16."""
 
     @property
     def nbytes(self) -> int: ...

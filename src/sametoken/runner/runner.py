@@ -73,7 +73,7 @@ class EagerLauncher:
         processor.start_masks()
         output = self.step.forward(table)
         processor.process(output)
-        processor.gather_logprobs(self.step.verify_and_propose(output).tokens)
+        processor.gather_logprobs(self.step.verify_and_propose(output, layout.num_wanted).tokens)
 
     def warm_up(self, num_rows: int) -> None:
         """Compile the kernels for steps of this size by running one of padding only."""

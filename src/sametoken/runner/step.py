@@ -82,8 +82,8 @@ class Step:
             sampled = self.kernels.take_rows(sampled, x.sampled.index)
         return ForwardOutput(x, hidden, self.model.compute_logits(sampled))
 
-    def verify_and_propose(self, output: ForwardOutput) -> VerifyResult:
-        """Verify, commit, deliver the result to the host, propose."""
+    def verify_and_propose(self, output: ForwardOutput, wanted: int | None = None) -> VerifyResult:
+        """Verify, commit, deliver the result to the host, propose as many drafts as are wanted."""
         x, sequences = output.x, self.sequences
         verified = self._verify(output)
         lengths = self.ops.commit(sequences, x, verified.num_accepted, verified.next_token)
@@ -94,6 +94,7 @@ class Step:
             hidden=output.hidden,
             end=lengths.num_computed,
             num_tokens=lengths.num_tokens,
+            num_wanted=x.num_speculative_tokens if wanted is None else wanted,
             sequences=sequences,
             kernels=self.kernels,
             ops=self.ops,

@@ -1,23 +1,21 @@
-"""Draft limits per request, adapted to the load and to recent acceptance.
+"""Draft limits per request, and drafts that are made, adapted to load and recent acceptance.
 
 A step takes the time of what it reads whatever its rows, of the experts that its rows choose, and
 of computing its rows. A draft is worth its row if its probability of a token is at least what the
-row's time is worth: the step's tokens by its time. Such drafts make the most tokens a second. The
-limits change how much is computed, never which token is emitted.
+row's time is worth: the step's tokens by its time. Such drafts make the most tokens a second.
+Where a model's pass for each draft takes time too, it makes as many as make the most tokens by the
+time of a step with as many passes. Neither changes which token is emitted.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from sametoken.scheduler.request_state import RequestState
-
-#: Steps of up to this many rows take as long as a step of one row, unless they choose experts.
-FREE_ROWS = 16
 
 #: Prior of the acceptance rate, and its weight, in verified drafts a request, in the crowd's.
 PRIOR_RATE = 0.8
@@ -80,17 +78,18 @@ class Window(NamedTuple):
 
 
 def windows_of(
-    requests: Mapping[RequestState, tuple[DraftRecord, int]],
+    requests: Mapping[RequestState, tuple[DraftRecord, int]], *, dead_rows: bool = True
 ) -> dict[RequestState, Window]:
     """The windows of a step's decoding requests.
 
     A request's rate is a mean of its own and the crowd's, as an empirical Bayes estimate has it:
     the less the requests differ beyond what chance explains, the more weight the crowd's has.
     Without new drafts the counts fade, so that a request with a limit of 0 gets drafts again.
-    Without a proposal in the newest window there are none.
+    Without a proposal in the newest window there are none, if they took rows all the same.
 
     Args:
         requests: the record of each, and the drafts that it may have.
+        dead_rows: as in ``StepReads``.
     """
     records = [record for record, _ in requests.values()]
     prior = PRIOR_WEIGHT * len(records)
@@ -101,7 +100,7 @@ def windows_of(
     return {
         request: Window(
             (weight * rate + record.accepted) / (weight + record.verified),
-            most if record.proposes else 0,
+            most if record.proposes or not dead_rows else 0,
         )
         for request, (record, most) in requests.items()
     }
@@ -130,16 +129,24 @@ class StepTime:
         reads: what is read whatever the rows.
         experts: reading all experts.
         share: of the experts that a row chooses; others' choices are independent of them.
+        draft: a drafter's pass for a draft of each request.
+        catch_up: what of a pass runs even if no draft is wanted.
     """
 
     reads: float
     experts: float = 0.0
     share: float = 0.0
+    draft: float = 0.0
+    catch_up: float = 0.0
 
     def of(self, num_rows: int, num_padding: int = 0) -> float:
         """The time of a step; rows of padding are computed and choose no experts."""
         chosen = 1 - (1 - self.share) ** num_rows
         return num_rows + num_padding + self.reads + self.experts * chosen
+
+    def of_passes(self, num_wanted: int) -> float:
+        """The time of the drafter's passes; the first one is a step's catch-up too."""
+        return max(self.catch_up, num_wanted * self.draft)
 
     def of_experts(self, num_rows: int) -> float:
         """Time to read the experts that one row more chooses and no other of the rows does."""
@@ -151,12 +158,17 @@ class StepReads:
     """What steps read.
 
     Attributes:
-        weights_bytes: of the target, whatever the rows.
+        weights_bytes: of the target, whatever the rows, with those that could be read in the time
+            of all else that a step does.
         row_bytes: read in the time in which the device computes a row.
         kv_bytes: of a position, in the layers that see all of them.
         state_bytes: of a request's recurrent state.
         experts_bytes: of all experts.
         experts_share: the share of them that a row chooses.
+        dead_rows: whether drafts that a window may have take rows where there are none.
+        free_rows: steps of up to this many take as long as of one, unless they choose experts.
+        draft_share, catch_up_share: a drafter's bytes as in ``LoadedDrafter``, by those of a step;
+            0 if all passes run whatever is wanted.
     """
 
     weights_bytes: float
@@ -165,14 +177,19 @@ class StepReads:
     state_bytes: int = 0
     experts_bytes: int = 0
     experts_share: float = 0.0
+    dead_rows: bool = True
+    free_rows: int = 0
+    draft_share: float = 0.0
+    catch_up_share: float = 0.0
 
     def time(self, num_requests: int, num_positions: int) -> StepTime:
         """The time of steps with these decoding requests, with ``num_positions`` in all."""
         caches = num_positions * self.kv_bytes + num_requests * self.state_bytes
-        return StepTime(
-            (self.weights_bytes + caches) / self.row_bytes,
-            self.experts_bytes / self.row_bytes,
-            self.experts_share,
+        reads = (self.weights_bytes + caches) / self.row_bytes
+        target = StepTime(reads, self.experts_bytes / self.row_bytes, self.experts_share)
+        single = target.of(num_requests)
+        return replace(
+            target, draft=self.draft_share * single, catch_up=self.catch_up_share * single
         )
 
 
@@ -200,11 +217,22 @@ class DraftWorth:
         most = {request: window.most for request, window in self.windows.items()}
         return max(found, self._worth_it(most, num_beside), key=self.tokens_per_time)
 
-    def tokens_per_time(self, drafts: Mapping[RequestState, int]) -> float:
+    def num_wanted(self) -> int:
+        """Drafts of each window that are worth a drafter's passes; the fewest of equals."""
+        limits = self.limits(0)
+
+        def rate(most: int) -> float:
+            drafts = {request: min(limit, most) for request, limit in limits.items()}
+            return self.tokens_per_time(drafts, most)
+
+        return max(range(max(limits.values()) + 1), key=rate)
+
+    def tokens_per_time(self, drafts: Mapping[RequestState, int], num_wanted: int = 0) -> float:
         """Expected tokens of windows with these drafts, by the time of a step of them alone."""
         num_windows = len(self.windows)
         tokens = num_windows + self.accepted(drafts)
-        return tokens / self.time.of(num_windows + sum(drafts.values()))
+        rows = num_windows + sum(drafts.values())
+        return tokens / (self.time.of(rows) + self.time.of_passes(num_wanted))
 
     def accepted(self, drafts: Mapping[RequestState, int]) -> float:
         """Expected number of accepted drafts."""

@@ -9,7 +9,7 @@ from heapq import nsmallest
 from itertools import accumulate, islice
 from typing import NamedTuple
 
-from sametoken.scheduler.draft_limits import FREE_ROWS, DraftWorth, windows_of
+from sametoken.scheduler.draft_limits import DraftWorth, windows_of
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.padding import fit_to_captured
 from sametoken.scheduler.request_state import RequestState
@@ -134,7 +134,7 @@ class PlanDraft:
             )
         )
 
-    def build(self, kept_states: Sequence[StateCopy]) -> StepPlan:
+    def build(self, kept_states: Sequence[StateCopy], num_wanted: int | None = None) -> StepPlan:
         """The finished plan, its requests in order; ``turns`` are sorted likewise."""
         self.turns.sort(key=_order)
         return StepPlan(
@@ -147,6 +147,7 @@ class PlanDraft:
             restored_states=tuple(self.restored_states),
             requests=tuple(turn.scheduled() for turn in self.turns),
             kept_states=tuple(kept_states),
+            num_wanted=num_wanted,
         )
 
 
@@ -221,6 +222,13 @@ class RowBudget:
                 turns.append(Turn(request, chunk, 0))
         return fit_to_captured(turns, worth, self._limits.captured_shapes) if worth else turns
 
+    def num_wanted(self, turns: Iterable[Turn]) -> int | None:
+        """``StepPlan.num_wanted`` of a step, for the next windows of requests that sample."""
+        k, costs = self._limits.num_speculative_tokens, self._limits.reads.draft_share > 0
+        sampling = (turn.request for turn in turns if turn.samples) if costs else ()
+        worth = self._worth({request: request.most_drafts(k) for request in sampling})
+        return worth.num_wanted() if worth else None
+
     def _longest_chunk(self, num_decoding: int, prompts: dict[RequestState, int]) -> int:
         limits = self._limits
         sparse = limits.reads.experts_bytes and not num_decoding
@@ -238,10 +246,11 @@ class RowBudget:
         """None where limits are fixed, or drafts free: in small steps of rows without experts."""
         limits = self._limits
         num_rows = len(most) * (limits.num_speculative_tokens + 1)
-        small = num_rows <= FREE_ROWS and not limits.reads.experts_bytes
+        small = num_rows <= limits.reads.free_rows and not limits.reads.experts_bytes
         if small or not (most and limits.adaptive_drafts):
             return None
-        windows = windows_of({request: (request.drafts, n) for request, n in most.items()})
+        requests = {request: (request.drafts, n) for request, n in most.items()}
+        windows = windows_of(requests, dead_rows=limits.reads.dead_rows)
         return DraftWorth(windows, limits.reads.time(len(most), sum(one.bound.hi for one in most)))
 
     def _chunks(

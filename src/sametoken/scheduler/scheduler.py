@@ -356,7 +356,8 @@ class Scheduler:
         return True
 
     def _launch(self, draft: PlanDraft) -> StepPlan:
-        plan = draft.build(self._states.kept_after(draft.turns))
+        wanted = self._budget.num_wanted(draft.turns)
+        plan = draft.build(self._states.kept_after(draft.turns), wanted)
         for turn, scheduled in zip(draft.turns, plan.requests, strict=True):
             request = turn.request
             request.num_in_flight += 1

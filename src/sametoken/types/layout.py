@@ -86,6 +86,7 @@ class StepLayout:
         slots, num_query, draft_limit, samples: by request; windows come first.
         row_starts, window_starts: exclusive prefix sums and the total, B + 1 entries each.
         all_states, expanded: as in ``StepShape``.
+        num_wanted: as in ``StepPlan``; no captured graph reads it.
     """
 
     step_id: int
@@ -97,6 +98,7 @@ class StepLayout:
     window_starts: tuple[int, ...]
     all_states: bool = False
     expanded: tuple[ExpandedChunk, ...] = ()
+    num_wanted: int | None = None
 
     @classmethod
     def of(
@@ -126,6 +128,7 @@ class StepLayout:
             window_starts=tuple(accumulate(windows, initial=0)),
             all_states=all_states,
             expanded=expanded_chunks(plan, row_starts),
+            num_wanted=plan.num_wanted,
         )
 
     @property

@@ -107,6 +107,7 @@ class StepPlan:
     ``requests``, windows (one committed token, sampled) come before prompt chunks, expanded last
     (tests/unit/scheduler/test_plan_draft.py). ``restored_states`` are copied into slots,
     ``kept_states`` out of them; of the latter those whose slot has passed their position.
+    ``num_wanted``: the drafts that a model or head makes for each next window, 0..k; None: k.
     """
 
     step_id: int
@@ -118,3 +119,4 @@ class StepPlan:
     restored_states: tuple[StateCopy, ...] = ()
     requests: tuple[ScheduledRequest, ...] = ()
     kept_states: tuple[StateCopy, ...] = ()
+    num_wanted: int | None = None

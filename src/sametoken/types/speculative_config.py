@@ -166,7 +166,7 @@ class SpeculativeConfig:
     )
     draft_limits: str = option(
         ADAPTIVE,
-        "adaptive: a request's draft limit follows its matches, its acceptance and the load; "
+        "adaptive: a request's drafts follow its matches, its acceptance and the load; "
         "fixed: always num_speculative_tokens",
         choices=(ADAPTIVE, FIXED),
         methods=DRAFTING,

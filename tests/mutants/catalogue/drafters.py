@@ -10,6 +10,7 @@ import torch
 from mutants.catalogue.planting import LAW, STATIC, instead_of, mutant, optimistic_end
 from mutants.catalogue.shared_tests import EAGLE_HEAD, MTP_MODULE, NEMOTRON, NEXTN
 from sametoken.drafters import heads, state_head
+from sametoken.drafters.base import Drafts, NoDrafter
 from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.context import DraftContext
 from sametoken.drafters.eagle import EagleDrafter
@@ -24,6 +25,10 @@ SHARED_HEAD = (
 )
 CASCADE = "tests/e2e/test_cascade.py::test_the_model_s_kv_is_whole_after_turns_of_the_lookup[1]"
 PREFIXES = "tests/e2e/test_acceptance.py::test_shared_prefixes_and_chunk_edges_cost_no_acceptance"
+FEWER = (
+    "tests/unit/drafters/test_eagle.py"
+    "::test_fewer_drafts_are_the_first_of_all_and_its_kv_is_whole_without_any[eagle3]"
+)
 STATE = (
     "tests/e2e/test_acceptance.py::test_exactly_the_drafts_before_the_spoilt_one_are_accepted"
     "[state-1-late-0.0]"
@@ -68,6 +73,22 @@ def a_cascade_s_model_misses_turns(patch: pytest.MonkeyPatch) -> None:
         first = self._lookup.propose(context)
         live = context.slots != context.sequences.reserved_slot
         return first if bool(first.num_drafts[live].all()) else propose(self, context)
+
+
+@mutant("drafts-published-whose-pass-has-not-run", LAW, FEWER, "acceptance")
+@mutant("static-drafts-published-whose-pass-has-not-run", LAW, FEWER, "acceptance", STATIC)
+def all_k_drafts_are_published(patch: pytest.MonkeyPatch) -> None:
+    @instead_of(patch, EagleDrafter, "propose")
+    def mutant(propose, self, context):
+        found = propose(self, context)
+        return Drafts(found.draft_ids, context.samples * context.num_speculative_tokens)
+
+
+@mutant("kv-left-behind-where-no-draft-is-wanted", LAW, FEWER, "position")
+def a_head_that_is_not_wanted_does_not_run(patch: pytest.MonkeyPatch) -> None:
+    @instead_of(patch, EagleDrafter, "propose")
+    def mutant(propose, self, context):
+        return propose(self, context) if context.num_wanted else NoDrafter().propose(context)
 
 
 @mutant("chunk-edge-placeholder-token", LAW, f"{PREFIXES}[lookahead-4]", "acceptance")

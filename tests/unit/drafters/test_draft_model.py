@@ -65,6 +65,29 @@ def test_every_draft_of_it_is_accepted(temperature):
     assert bench.counts.accepted == bench.counts.offered
 
 
+@pytest.mark.usefixtures("layouts")
+def test_fewer_drafts_are_the_first_of_all_and_their_passes_are_not_run(monkeypatch):
+    bench = bench_of(4, seed=3, temperature=0.8, num_wanted=(3, 0, None, 1, 0))
+    passes = []
+    run_pass = bench.drafter._model.forward
+    monkeypatch.setattr(
+        bench.drafter._model, "forward", lambda *rows: passes.append(rows) or run_pass(*rows)
+    )
+
+    def check(context, drafts):
+        # One catches up, and gives the first draft; in static steps padding has drafts too.
+        drafted = context.samples.any() or bench.steps != "compact"
+        assert len(passes) == max(1, context.num_wanted if drafted else 0)
+        passes.clear()
+        for b, slot in requests_of(context):
+            if context.samples[b]:
+                assert int(drafts.num_drafts[b]) == context.num_wanted
+                made = drafts.draft_ids[b, : context.num_wanted].tolist()
+                assert made == continuation(bench, slot)[: context.num_wanted]
+
+    bench.run(40, VOCAB, check)
+
+
 @pytest.mark.parametrize(("num_own", "salt"), [(VOCAB, 1), (VOCAB, 2), (VOCAB - 1, 1)])
 def test_its_kv_holds_the_committed_token_at_every_computed_position(num_own, salt):
     """In the place of a token that only the target is padded to, its own last one."""

@@ -54,7 +54,9 @@ def check_from_scratch(bench: Bench, head, steps: int, vocab: int) -> None:
             end, samples = int(context.end[b]), bool(context.samples[b])
             kv, expected = from_scratch(bench, head, slot, end, samples, vocab)
             assert torch.equal(bench.cached(cache, slot, end), kv)
-            assert drafts.draft_ids[b, : int(drafts.num_drafts[b])].tolist() == expected
+            assert int(drafts.num_drafts[b]) == (context.num_wanted if samples else 0)
+            made = drafts.draft_ids[b, : int(drafts.num_drafts[b])]
+            assert made.tolist() == expected[: context.num_wanted]
 
     bench.run(steps, vocab, check)
     assert bench.counts.cached
@@ -153,6 +155,14 @@ def test_kv_and_drafts_are_those_of_a_run_from_scratch(tmp_path, version, k, tem
     target, head = load_both(tmp_path, version, k, **flags)
     bench = head_bench(target, head, k, seed=k, temperature=temperature)
     check_from_scratch(bench, head, steps=18 - 2 * k, vocab=VOCAB)
+
+
+@pytest.mark.usefixtures("layouts")
+@pytest.mark.parametrize("version", [EAGLE1, EAGLE3])
+def test_fewer_drafts_are_the_first_of_all_and_its_kv_is_whole_without_any(tmp_path, version):
+    target, head = load_both(tmp_path, version, 3)
+    bench = head_bench(target, head, 3, seed=3, num_wanted=(0, 2, None, 1))
+    check_from_scratch(bench, head, steps=14, vocab=VOCAB)
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])

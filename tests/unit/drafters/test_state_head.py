@@ -156,14 +156,17 @@ def test_drafts_are_those_of_the_definition(tmp_path, target, state_after, form)
     chain = write(tmp_path, target)
     seen = []
     for k, steps in ((K, "compact"), (2, "static"), (1, "kernels")):
-        bench = bench_of(loaded_of(kind, tmp_path, target, k), target, k, seed=k, steps=steps)
+        options = {"seed": k, "steps": steps, "num_wanted": (None, k - 1, None)}
+        bench = bench_of(loaded_of(kind, tmp_path, target, k), target, k, **options)
 
         def check(context, drafts, bench=bench, k=k):
             for b, slot in requests_of(context):
                 if context.samples[b]:
                     tokens, end = bench.tokens(slot), int(context.end[b])
-                    seen.append(drafts.draft_ids[b].tolist())
-                    assert seen[-1] == chain(state_after(*tokens[:end]), tokens[end], k)
+                    assert int(drafts.num_drafts[b]) == context.num_wanted
+                    seen.append(drafts.draft_ids[b, : context.num_wanted].tolist())
+                    all_k = chain(state_after(*tokens[:end]), tokens[end], k)
+                    assert seen[-1] == all_k[: context.num_wanted]
 
         bench.run(8, VOCAB, check)
     assert len({tuple(one) for one in seen}) > 5

@@ -19,9 +19,10 @@ from helpers.harness import request, run, swapped_by
 from helpers.hybrids import write_hybrid
 from helpers.toy import ToyModel, toy_config
 from sametoken.config import EngineConfig
-from sametoken.drafters.base import DrafterNeeds
+from sametoken.drafters.base import DrafterNeeds, LoadedDrafter, NoDrafter
 from sametoken.engine.build import _reads, build_engine
 from sametoken.engine.load import Requested, _require_kv
+from sametoken.engine.resolve import STEP_BYTES
 from sametoken.engine.summary import explanation
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
@@ -36,6 +37,7 @@ from sametoken.runner.stream import LaggingStream
 from sametoken.scheduler.draft_limits import StepReads
 from sametoken.types.layout import StepShape
 
+NO_DRAFTER = LoadedDrafter((), lambda kv_cache, coupling: NoDrafter())
 SIZES = {"max_num_seqs": 2, "prefill_chunk_size": 16, "block_size": 8, "max_model_len": 32}
 
 
@@ -264,7 +266,8 @@ def test_the_scheduler_is_told_what_steps_read(target, tmp_path):
     for path in (target, hybrid):
         core = build(path)
         reads, resolved = core.scheduler.limits.reads, core.resolved
-        assert reads.weights_bytes == 32 * reads.row_bytes == resolved.weights_bytes
+        assert 20 * reads.row_bytes == resolved.weights_bytes
+        assert reads.weights_bytes == resolved.weights_bytes + STEP_BYTES["cpu"]
         assert reads.experts_bytes == 0
         memory = resolved.request_memory
         assert reads.state_bytes == memory.recurrent_state
@@ -275,16 +278,34 @@ def test_the_scheduler_is_told_what_steps_read(target, tmp_path):
 def test_the_scheduler_is_told_what_rows_that_choose_experts_read(tmp_path):
     core = build(write_family(tmp_path, "gpt_oss"))
     reads = core.scheduler.limits.reads
-    assert reads.experts_bytes + reads.weights_bytes == core.resolved.weights_bytes
+    weights_bytes = reads.weights_bytes - STEP_BYTES["cpu"]
+    assert reads.experts_bytes + weights_bytes == core.resolved.weights_bytes
     assert reads.experts_share == pytest.approx(2 / 5)
-    row = reads.weights_bytes + reads.experts_share * reads.experts_bytes
-    assert reads.row_bytes == pytest.approx(row / 32)
+    row = weights_bytes + reads.experts_share * reads.experts_bytes
+    assert reads.row_bytes == pytest.approx(row / 20)
     # Two of its three layers have a window.
     assert 3 * reads.kv_bytes == core.resolved.request_memory.kv_per_token > 0
 
 
+def test_the_scheduler_is_told_what_a_drafter_s_passes_read(target, tmp_path):
+    """All of the lm_head for each draft; the layers even for none, as they write KV."""
+    head = write_safeailab(tmp_path / "head", head_tensors())
+    for method, model in (("eagle3", head), ("draft_model", target)):
+        core = build(target, **speculative(method, 2, model))
+        reads, drafter = core.scheduler.limits.reads, core._runner.step.drafter
+        own = drafter._head if method == "eagle3" else drafter._model
+        layers = own.nbytes if method == "eagle3" else sum(layer.nbytes for layer in own.layers)
+        logits = own.lm_head.nbytes if method == "eagle3" else own.head.nbytes
+        assert layers > 0 < logits
+        shares = reads.catch_up_share, reads.draft_share
+        assert shares == pytest.approx([n / reads.weights_bytes for n in (layers, layers + logits)])
+        assert reads.free_rows == 0
+    reads = build(target, **speculative("ngram", 2)).scheduler.limits.reads
+    assert reads.draft_share == reads.catch_up_share == 0
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_a_row_of_a_gpu_multiplies_elements_of_four_bits_in_sixteen(tmp_path, family):
+def test_a_row_takes_as_long_in_four_bits_as_in_sixteen(tmp_path, family):
     sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64}
     write_family(tmp_path / "plain", family, **sizes)
     quantize_checkpoint(tmp_path / "plain", tmp_path / "packed", W4A16)
@@ -296,14 +317,14 @@ def test_a_row_of_a_gpu_multiplies_elements_of_four_bits_in_sixteen(tmp_path, fa
         )
         mixtures = [one for layer in model.layers for one in mixtures_of(layer)]
         sized = SimpleNamespace(weights_bytes=model.weights_bytes, device=torch.device(device))
-        return _reads(
-            SimpleNamespace(target=model, mixtures=mixtures, caches=model.caches, resolved=sized)
-        )
+        parts = {"target": model, "mixtures": mixtures, "caches": model.caches}
+        return _reads(SimpleNamespace(drafter=NO_DRAFTER, resolved=sized, **parts))
 
-    plain, packed = (reads_of(name, "cuda") for name in ("plain", "packed"))
-    assert packed.weights_bytes + packed.experts_bytes < plain.weights_bytes + plain.experts_bytes
-    assert packed.row_bytes == pytest.approx(plain.row_bytes)
-    assert reads_of("packed", "cpu").row_bytes < 0.6 * reads_of("plain", "cpu").row_bytes
+    for device in ("cuda", "cpu"):
+        plain, packed = (reads_of(name, device) for name in ("plain", "packed"))
+        bytes_of = [one.weights_bytes + one.experts_bytes for one in (plain, packed)]
+        assert bytes_of[1] < bytes_of[0]
+        assert packed.row_bytes == pytest.approx(plain.row_bytes)
 
 
 def test_the_scheduler_knows_what_is_captured(target, monkeypatch):

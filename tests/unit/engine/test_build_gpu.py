@@ -216,7 +216,7 @@ def test_a_warm_up_has_the_sizes_of_a_step_with_a_window_and_a_chunk(multiple):
         ),
         all_states=False,
         forward=lambda table: shapes.append(table.shape),
-        verify_and_propose=lambda output: SimpleNamespace(tokens=None),
+        verify_and_propose=lambda output, num_wanted=None: SimpleNamespace(tokens=None),
     )
     launcher = EagerLauncher(step, multiple)
     launcher.warm_up(1024)

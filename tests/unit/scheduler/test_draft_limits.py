@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from sametoken.scheduler import padding
 from sametoken.scheduler.draft_limits import (
     CROWD_WEIGHTS,
-    FREE_ROWS,
     PRIOR_RATE,
     DraftRecord,
     DraftWorth,
@@ -199,10 +198,10 @@ def test_without_a_match_there_are_no_drafts():
 
 
 def test_small_steps_are_free(kit):
-    assert FREE_ROWS == 16
-    hopeless = record_of([(3, 3, 0)] * 20 + [(0, 0, 0)])
-    assert planned(kit, [hopeless] * 4) == [3] * 4
-    assert planned(kit, [hopeless] * 5) == [0] * 5
+    hopeless, reads = record_of([(3, 3, 0)] * 20 + [(0, 0, 0)]), StepReads(32, free_rows=16)
+    assert planned(kit, [hopeless] * 4, reads=reads) == [3] * 4
+    assert planned(kit, [hopeless] * 5, reads=reads) == [0] * 5
+    assert planned(kit, [hopeless]) == [0]
 
 
 def test_rows_that_choose_experts_are_not_free_in_small_steps(kit):
@@ -212,6 +211,110 @@ def test_rows_that_choose_experts_are_not_free_in_small_steps(kit):
     for state, record in zip(scheduler._running.values(), (BAD, GOOD), strict=True):
         state.drafts = record
     assert [row.draft_limit for row in scheduler.plan().requests] == [0, 3]
+
+
+#: SmolLM2-135M and its EAGLE-3 head on a CPU, one request: in 4 bits, and in bf16.
+FOUR_BITS, BF16 = StepTime(10.9, draft=1.7, catch_up=1), StepTime(23.7, draft=1.7, catch_up=0.9)
+
+
+def wanted(rates, time, k=4):
+    return DraftWorth(dict(enumerate(Window(rate, k) for rate in rates)), time).num_wanted()
+
+
+def test_a_drafter_makes_the_drafts_that_are_worth_its_passes():
+    assert [wanted([rate], FOUR_BITS) for rate in (0.01, 0.3, 0.5, 0.75, 0.95)] == [0, 1, 1, 3, 4]
+    assert [wanted([rate], BF16) for rate in (0.01, 0.3, 0.5, 0.75, 0.95)] == [0, 1, 2, 4, 4]
+    # One pass for all requests: those that are often right pay for it.
+    assert wanted([0.8] + [0.01] * 3, FOUR_BITS) < wanted([0.8] * 4, FOUR_BITS) == 2
+    # A large crowd has no row to spare, whatever a pass takes.
+    assert wanted([0.5] * 64, FOUR_BITS) == 0
+    assert wanted([0.5] * 64, replace(FOUR_BITS, reads=1000)) > 0
+    # Some have no drafts at all.
+    assert DraftWorth({0: Window(0.9, 0)}, BF16).num_wanted() == 0
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.01, 0.99), st.integers(0, 6)), min_size=1, max_size=6),
+    st.floats(1, 64),
+    st.floats(0, 8),
+)
+def test_no_other_number_of_passes_makes_more_tokens_by_the_time(windows, reads, draft):
+    time = StepTime(reads, draft=draft, catch_up=draft / 2)
+    worth = DraftWorth(dict(enumerate(Window(*one) for one in windows)), time)
+    limits, best = worth.limits(0), worth.num_wanted()
+
+    def rate(most):
+        drafts = [min(limit, most) for limit in limits.values()]
+        pairs = zip(windows, drafts, strict=True)
+        tokens = sum(rate * (1 - rate**n) / (1 - rate) for (rate, _), n in pairs)
+        passes = draft / 2 if most == 0 else draft * most
+        return (len(windows) + tokens) / (reads + len(windows) + sum(drafts) + passes)
+
+    assert rate(best) == pytest.approx(max(map(rate, range(7))))
+
+
+PASSES = StepReads(10.9, dead_rows=False, draft_share=0.146, catch_up_share=0.081)
+
+
+def test_plans_say_how_many_drafts_are_wanted(kit):
+    """Those of prompts that end too, of which nothing is known yet."""
+    options = {"num_speculative_tokens": 4, "adaptive_drafts": True, "reads": PASSES}
+    for accept, expected in ((4, 4), (0, 0)):
+        scheduler = kit.scheduler(longest_chunk=4, **options)
+        scheduler.add(kit.request("a", 6, max_total=60))
+        # Nobody has a next window.
+        assert kit.step(scheduler)[0].num_wanted is None
+        plan, _ = kit.step(scheduler, proposed=0)
+        assert plan.num_wanted == wanted([PRIOR_RATE], FOUR_BITS) == 4
+        plans = [kit.step(scheduler, accept=accept)[0] for _ in range(9)]
+        assert plans[-1].num_wanted == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"adaptive_drafts": False},
+        {"reads": StepReads(10.9)},
+        {"reads": replace(PASSES, free_rows=16)},
+        {"num_speculative_tokens": 0},
+    ],
+)
+def test_all_passes_run_where_limits_are_fixed_or_passes_free(kit, options):
+    sizes = {"num_speculative_tokens": 4, "adaptive_drafts": True, "reads": PASSES}
+    scheduler = kit.scheduler(**sizes | options)
+    scheduler.add(kit.request("a", 3, max_total=60))
+    plans = [kit.step(scheduler)[0] for _ in range(20)]
+    assert {plan.num_wanted or None for plan in plans} == {None}
+
+
+def test_a_request_whose_drafts_were_not_wanted_has_some_again(kit):
+    """No proposal because none was wanted tells nothing of a drafter."""
+    scheduler = kit.scheduler(
+        num_speculative_tokens=4, adaptive_drafts=True, reads=PASSES, max_model_len=2000,
+        num_blocks=600,
+    )  # fmt: skip
+    scheduler.add(kit.request("a", 3, max_total=1900))
+    made, counts = 0, []
+    for _ in range(300):
+        plan, _ = kit.step(scheduler, accept=0, proposed=made)
+        (row,) = plan.requests
+        assert row.draft_limit >= min(made, 1), "one that is made is verified"
+        made = plan.num_wanted
+        counts.append(made)
+    assert counts.index(0) < 20
+    assert 5 < sum(counts[100:]) < 50
+    for _ in range(60):
+        plan, _ = kit.step(scheduler, accept=made, proposed=made)
+        made = plan.num_wanted
+    assert made == 4
+
+
+def test_a_match_is_used_at_once_where_drafts_that_are_missing_take_no_rows(kit):
+    for dead_rows, expected in ((True, 0), (False, K)):
+        scheduler = crowd(kit, 2, reads=StepReads(200, dead_rows=dead_rows))
+        for _ in range(3):
+            plan, _ = kit.step(scheduler, proposed=0)
+        assert limits_of(plan) == {expected}
 
 
 def test_evidence_fades_and_a_refused_request_is_tried_again():
@@ -334,6 +437,7 @@ def test_good_and_bad_requests_of_one_step_have_limits_of_their_own(kit):
     assert max(row.draft_limit for row in plan.requests if not row.slot % 2) <= 1
 
 
+READS = StepReads(32)
 BAD, FAIR, GOOD = DraftRecord(0, 99), DraftRecord(22, 99), DraftRecord(99, 99)
 
 
@@ -342,13 +446,13 @@ def captured(windows, num_rows, longest=4):
     return StepShape(windows, num_rows, num_rows, windows, longest, longest)
 
 
-def planned(kit, records, *shapes, adaptive=True):
+def planned(kit, records, *shapes, adaptive=True, reads=READS):
     """The draft limits of requests with these records, where these shapes are captured."""
     scheduler = crowd(
         kit,
         len(records),
         num_speculative_tokens=3,
-        reads=StepReads(32),
+        reads=reads,
         adaptive_drafts=adaptive,
         captured_shapes=shapes,
     )
@@ -404,7 +508,7 @@ def test_the_sizes_of_turns_are_those_of_their_plan_s_layout(kit, monkeypatch):
     monkeypatch.setattr(padding, "shape_of", lambda turns: found.append(of(turns)) or found[-1])
     scheduler = kit.scheduler(
         max_num_seqs=8, max_num_batched_tokens=24, longest_chunk=9, num_blocks=99,
-        num_speculative_tokens=FREE_ROWS, adaptive_drafts=True, captured_shapes=(captured(0, 0),),
+        num_speculative_tokens=16, adaptive_drafts=True, captured_shapes=(captured(0, 0),),
     )  # fmt: skip
     shapes = []
     for length in (1, 3, 30, 5, 1, 12, 0, 0, 0):

@@ -85,6 +85,7 @@ class FakeDevice:
 
     def run(self, plan: StepPlan, poison: bool) -> StepResult:
         assert plan.step_id == self.next_step_id
+        assert plan.num_wanted is None or 0 <= plan.num_wanted <= self.limits.num_speculative_tokens
         self.next_step_id += 1
         self.move_out(plan)
         for slot in plan.restarts:
@@ -520,7 +521,12 @@ def draw_limits(rng):
         max_model_len=rng.randint(8, 30),
         num_speculative_tokens=rng.choice([0, 1, 2, 4, 8]),
         adaptive_drafts=rng.random() < 0.5,
-        reads=StepReads(rng.choice([1, 4, 32])),
+        reads=StepReads(
+            rng.choice([1, 4, 32]),
+            dead_rows=rows % 3 > 0,
+            free_rows=16 * (rows != 9),
+            draft_share=0.3 * (rows % 3 == 0),
+        ),
         busy_rows=rng.choice([rows, rows, 3]),
         usual_rows=rng.choice([rows, rows, rows // 2 or 1]),
         lookahead_slots=rng.choice([0, 1, 3]),

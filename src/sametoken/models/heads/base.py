@@ -81,6 +81,11 @@ class EagleHead(ABC):
         """Bytes of all matrices except embedding and lm_head."""
         ...
 
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the matrices that a pass for a draft reads."""
+        return self.nbytes + self.lm_head.nbytes
+
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The head's hidden-state input from rows of the target's forward pass.
 

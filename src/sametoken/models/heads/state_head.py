@@ -62,6 +62,12 @@ class StateHead(ABC):
         distinct = {id(one): one.nbytes for several in self.linears for one in several}
         return sum(distinct.values())
 
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the matrices of a draft, lm_head included: the mean of all drafts."""
+        linears = (one.nbytes for several in self.linears for one in several)
+        return (sum(linears) + sum(one.nbytes for one in self.lm_heads)) // len(self.lm_heads)
+
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The first draft's states from rows of the target's; as ``EagleHead.target_states``."""
         return self.kernels.take_rows(hidden.last, rows)

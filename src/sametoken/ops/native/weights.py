@@ -124,6 +124,11 @@ class QuantizedWeight:
         """Bytes of the one copy: codes, scales, and zeros or minima."""
         return self.panels.numel()
 
+    @property
+    def num_elements(self) -> int:
+        """See ``PackedMatrix``."""
+        return self.out_features * self.in_features
+
     def matmul(
         self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:

@@ -118,7 +118,7 @@ def test_preempted_requests_go_on_from_their_state(twin, spec, monkeypatch):
 
 
 def test_so_do_those_of_another_hybrid(other, monkeypatch):
-    core = build(other, NGRAM, num_kv_blocks=8, max_model_len=40)
+    core = build(other, NGRAM, num_kv_blocks=6, max_model_len=40)
     swapped = swapped_by(core, monkeypatch)
     assert run(core, requests()).tokens == plain(other)
     assert swapped, "nothing was preempted"

@@ -102,7 +102,7 @@ class HostBuffer:
             num_accepted,
             emitted,
             fault != SOUND,
-            MaskFault.NONE if fault == SOUND else _cause(fault, self.mask_faults.get(b)),
+            _cause(fault, self.mask_faults.get(b)),
             logprobs and logprobs[: len(emitted)],
             prompt_logprobs,
             self.experts.of(b, scheduled, num_accepted),

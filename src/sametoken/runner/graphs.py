@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from sametoken.ops.step.types import LayoutTable, StepOps
 from sametoken.runner.logits_processing import StepLogitsProcessor
 from sametoken.runner.runner import Launcher
 from sametoken.runner.step import ForwardOutput, Step
+from sametoken.state.upload import upload
 from sametoken.types.layout import NO_REQUESTS, TABLE_ROWS, StepLayout, StepShape
 
 
@@ -236,7 +236,7 @@ class LayoutRing:
 
     def write(self, table: list[list[int]]) -> None:
         """Write the layout of the next launch, in the form of ``StepLayout.table``."""
-        values = torch.from_numpy(np.array(table, dtype=np.int64)).flatten()
+        values = upload(table, self.entries.device).flatten()
         self.entries[self._written % self.entries.shape[0], : values.numel()] = values
         self._written += 1
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sametoken.types.outputs import SpeculationCounts, SpeculationMetrics
+from sametoken.types.outputs import SpeculationMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,13 @@ def walk(num_accepted: list[int], counts: list[int], k: int) -> SpeculationMetri
         counts: how many of the rows belong to each sequence, in order.
         k: drafts of a step.
     """
-    counted, first = SpeculationCounts(), 0
+    windows, first = list[tuple[int, int]](), 0
     for count in counts:
         row = 0
         while row < count:
             num_drafts = min(k, count - row - 1)
             accepted = min(num_accepted[first + row], num_drafts)
-            counted.add(num_drafts, accepted)
+            windows.append((num_drafts, accepted))
             row += accepted + 1
         first += count
-    return counted.metrics()
+    return SpeculationMetrics.of(windows)

@@ -73,7 +73,7 @@ class RequestTimes:
             return
         self._whole.observe(metrics.finished_time - metrics.arrival_time)
         if metrics.first_token_time is not None and max(counts) > 1:
-            decoding = metrics.finished_time - metrics.first_token_time
-            self._per_token.observe(decoding / (max(counts) - 1))
+            mean = (metrics.finished_time - metrics.first_token_time) / (max(counts) - 1)
+            self._per_token.observe(mean)
             if whole:
-                self._between.observe(decoding / (max(counts) - 1))
+                self._between.observe(mean)

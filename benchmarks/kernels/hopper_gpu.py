@@ -104,8 +104,8 @@ def time_case(
     """One line: every form's time."""
     scene, table = Scene(shape, case), hopper.table_for(shape)
     forms = {
-        "chosen": None, "splits": table.splits, "narrow": table.narrow, "wide": table.wide,
-        "132 programs": replace(table.splits, programs=132),
+        "chosen": None, "few": table.few, "splits": table.splits, "narrow": table.narrow,
+        "wide": table.wide,
     }  # fmt: skip
     expected, times = None, []
     for name, config in forms.items():

@@ -111,8 +111,11 @@ def scene_and_rows(kind):
 
 def forms(scene):
     table = hopper.table_for(scene.shape)
-    few = replace(table.splits, programs=7)
-    return {"splits": table.splits, "few programs": few, "narrow": table.narrow, "wide": table.wide}
+    seven = replace(table.splits, programs=7)
+    return {
+        "splits": table.splits, "seven programs": seven, "few": table.few, "narrow": table.narrow,
+        "wide": table.wide,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)

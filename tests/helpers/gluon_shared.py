@@ -23,7 +23,8 @@ class Descriptor:
     """What TMA reads: boxes of a tensor, 0 outside of it."""
 
     def __init__(self, described: Any) -> None:
-        self._base, self._box = described.base, described.block_shape
+        self._base = described.base
+        self.block_shape = described.block_shape
 
     @property
     def dtype(self) -> Dtype:
@@ -32,8 +33,8 @@ class Descriptor:
     def read(self, at: list[Any]) -> torch.Tensor:
         """The box that begins at these places."""
         begins = [int(begin) for begin in at]
-        found = self._base[tuple(map(slice, begins, map(add, begins, self._box)))]
-        whole = torch.zeros(self._box, dtype=_BITS[found.itemsize])
+        found = self._base[tuple(map(slice, begins, map(add, begins, self.block_shape)))]
+        whole = torch.zeros(self.block_shape, dtype=_BITS[found.itemsize])
         whole[tuple(map(slice, found.shape))] = found.view(whole.dtype)
         return whole.view(found.dtype)
 

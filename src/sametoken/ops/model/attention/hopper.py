@@ -37,6 +37,10 @@ QUERIES = 64
 #: Query tiles x KV heads from which programs of whole rows fill the chip.
 BUSY_PROGRAMS = 100
 
+#: Query tiles x KV heads from which two programs share a multiprocessor: while one begins or ends a
+#: query tile, the other loads. Of fewer, whose splits are few, one is done sooner alone.
+MANY_TILES = 128
+
 #: Positions of a window up to which a program of 64 queries is done first, of few rows or many.
 SHORT_WINDOW = 256
 
@@ -57,6 +61,7 @@ class HopperConfig:
         warp_groups: groups of 64 queries in a program; 0: a launch of splits.
         max_registers: per thread, on average over warps.
         programs: of a launch of splits.
+        box: most positions of a TMA load; what no query sees is left out by boxes.
     """
 
     tile: int
@@ -64,6 +69,7 @@ class HopperConfig:
     warp_groups: int
     max_registers: int
     programs: int = 128
+    box: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +77,13 @@ class HopperTable:
     """Launch configurations for heads of one size, as tuned by benchmarks/kernels/hopper_gpu.py.
 
     Attributes:
-        splits: for few queries.
+        few: splits of few query tiles.
+        splits: of more.
         narrow: for query tiles that fill the chip only at 64 queries a program.
         wide: for more.
     """
 
+    few: HopperConfig
     splits: HopperConfig
     narrow: HopperConfig
     wide: HopperConfig
@@ -84,16 +92,20 @@ class HopperTable:
 #: By head size, rounded up.
 TABLES = {
     64: HopperTable(
-        splits=HopperConfig(128, 6, 0, 232),
+        few=HopperConfig(128, 6, 0, 232, box=32),
+        splits=HopperConfig(128, 4, 0, 128, programs=256, box=32),
         narrow=HopperConfig(128, 4, 1, 128),
         wide=HopperConfig(128, 4, 2, 168),
     ),
     128: HopperTable(
-        splits=HopperConfig(128, 5, 0, 232),
+        few=HopperConfig(128, 5, 0, 232, box=32),
+        splits=HopperConfig(128, 2, 0, 128, programs=256, box=32),
         narrow=HopperConfig(128, 4, 1, 232),
         wide=HopperConfig(128, 4, 2, 168),
     ),
     256: HopperTable(
+        few=HopperConfig(64, 6, 0, 232),
+        # Registers and shared memory have room for one program.
         splits=HopperConfig(64, 6, 0, 232),
         narrow=HopperConfig(64, 4, 1, 248),
         wide=HopperConfig(64, 4, 2, 168),
@@ -144,7 +156,7 @@ def choose(
         return table.wide
     programs = most_tiles(num_runs, width, num_rows, rows) * shape.num_kv_heads
     if width * group <= QUERIES // 2 or programs < BUSY_PROGRAMS:
-        return table.splits
+        return table.splits if programs >= MANY_TILES else table.few
     if width <= rows or programs < BUSY_PROGRAMS * table.wide.warp_groups:
         return table.narrow
     return table.wide
@@ -249,7 +261,8 @@ def _launch(
     max_seq_len = table.shape[1] * kv.keys.shape[2]
     scratch = scratch_of(group, len(q), shape, max_seq_len, config)
     sums = q.new_empty(scratch.sums, dtype=torch.float32)
-    described = (boxes(memory, min(memory.shape[2], 64)) for memory in (kv.keys, kv.values))
+    box = min(kv.keys.shape[2], config.box)
+    described = (boxes(memory, box) for memory in (kv.keys, kv.values))
     inputs = (
         q, *described, rows.positions, rows.slots, rows.runs.starts, table, sinks,
     )  # fmt: skip

@@ -57,8 +57,9 @@ def _load_by_splits(
                 low + shift, high + shift, first_split, before, end, TILE, WINDOW
             )
             if split < last:
+                last_seen = gl.minimum(position + stop - first, table_stride * BLOCK_SIZE) - 1
                 count = load_tiles(
-                    keys, values, table, table_stride - 1, final, head, kv, stop_kv, count,
+                    keys, values, table, last_seen, final, head, kv, stop_kv, count,
                     ring, full, free, KV_HEADS, BLOCK_SIZE, TILE, BLOCK_DIM, SLOTS, PDL,
                 )  # fmt: skip
             start += end - before
@@ -208,16 +209,15 @@ def splits_kernel(
     first_tile = gl.sum(behind.to(gl.int32), 0)
     start = head * length + gl.max(gl.where(behind, ends, 0), 0)
 
-    BOXES: gl.constexpr = (TILE // min(BLOCK_SIZE, 64)) * (BLOCK_DIM // 64)
+    BOX: gl.constexpr = keys.block_shape[0]
+    BOXES: gl.constexpr = (TILE // BOX) * (BLOCK_DIM // 64)
     DTYPE: gl.constexpr = q.dtype.element_ty
     KEPT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     q_memory = gl.allocate_shared_memory(DTYPE, [QUERIES, BLOCK_DIM], swizzled(DTYPE))
     # Larger heads leave no room: there the splits of whole query tiles are stored too.
     KEPT_ROWS: gl.constexpr = QUERIES if BLOCK_DIM <= SHARED_DIM else 1
     kept = gl.allocate_shared_memory(gl.float32, [1, KEPT_ROWS, BLOCK_DIM], KEPT)
-    ring = gl.allocate_shared_memory(
-        DTYPE, [SLOTS * BOXES, min(BLOCK_SIZE, 64), 64], swizzled(DTYPE)
-    )
+    ring = gl.allocate_shared_memory(DTYPE, [SLOTS * BOXES, BOX, 64], swizzled(DTYPE))
     full, free = new_barriers(SLOTS, 1), new_barriers(SLOTS, 1)
     gl.warp_specialize(
         [
@@ -241,13 +241,13 @@ def splits_kernel(
 
 @gluon.jit
 def _load_all(
-    keys, values, table, last_block, final, begin, end, ring, full, free,
+    keys, values, table, last_seen, final, begin, end, ring, full, free,
     KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, BLOCK_DIM: gl.constexpr,
     SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The loading warp of ``rows_kernel``."""
     load_tiles(
-        keys, values, table, last_block, final, gl.program_id(1), begin, end, 0 * begin,
+        keys, values, table, last_seen, final, gl.program_id(1), begin, end, 0 * begin,
         ring, full, free, KV_HEADS, BLOCK_SIZE, TILE, BLOCK_DIM, SLOTS, PDL,
     )  # fmt: skip
     if PDL:
@@ -349,8 +349,10 @@ def rows_kernel(
     position = gl.load(positions + first).to(gl.int32)
     _, end, before = extent(position, stop - first, TILE, WINDOW)
     table = block_table + slot * table_stride
+    last_seen = gl.minimum(position + stop - first, table_stride * BLOCK_SIZE) - 1
 
-    BOXES: gl.constexpr = (TILE // min(BLOCK_SIZE, 64)) * (BLOCK_DIM // 64)
+    BOX: gl.constexpr = keys.block_shape[0]
+    BOXES: gl.constexpr = (TILE // BOX) * (BLOCK_DIM // 64)
     DTYPE: gl.constexpr = q.dtype.element_ty
     KEPT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     q_memory = gl.allocate_shared_memory(DTYPE, [WARP_GROUPS, QUERIES, BLOCK_DIM], swizzled(DTYPE))
@@ -359,9 +361,7 @@ def rows_kernel(
     kept = gl.allocate_shared_memory(gl.float32, KEPT_SHAPE, KEPT)
     program = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
     rest = running + program.to(gl.int64) * (WARP_GROUPS * REST)
-    ring = gl.allocate_shared_memory(
-        DTYPE, [SLOTS * BOXES, min(BLOCK_SIZE, 64), 64], swizzled(DTYPE)
-    )
+    ring = gl.allocate_shared_memory(DTYPE, [SLOTS * BOXES, BOX, 64], swizzled(DTYPE))
     full, free = new_barriers(SLOTS, 1), new_barriers(SLOTS, WARP_GROUPS)
     if WARP_GROUPS == 1:
         gl.warp_specialize(
@@ -372,7 +372,7 @@ def rows_kernel(
                     KV_HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, RAGGED, PDL,
                 )),
                 (_load_all, (
-                    keys, values, table, table_stride - 1, final, before, end, ring, full, free,
+                    keys, values, table, last_seen, final, before, end, ring, full, free,
                     KV_HEADS, BLOCK_SIZE, TILE, BLOCK_DIM, SLOTS, PDL,
                 )),
             ],
@@ -393,7 +393,7 @@ def rows_kernel(
                     KV_HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, RAGGED, PDL,
                 )),
                 (_load_all, (
-                    keys, values, table, table_stride - 1, final, before, end, ring, full, free,
+                    keys, values, table, last_seen, final, before, end, ring, full, free,
                     KV_HEADS, BLOCK_SIZE, TILE, BLOCK_DIM, SLOTS, PDL,
                 )),
             ],

@@ -83,27 +83,41 @@ def own_tiles(low, high, first, begin, end, TILE: gl.constexpr, WINDOW: gl.const
 
 
 @gluon.jit
-def _load_kv(
-    memory, barrier, ring, slot, table, last_block, tile, head,
-    KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, BLOCK_DIM: gl.constexpr,
+def _rows_of_boxes(
+    table, last, tile, head, KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
+    BOX: gl.constexpr,
 ):  # fmt: skip
-    """Load one KV tile, in boxes of at most 64 positions x 64 elements of one block."""
-    BOX: gl.constexpr = min(BLOCK_SIZE, 64)
+    """Where the boxes of a KV tile begin in memory.
+
+    What follows the box of position ``last``, which nobody sees, is that box again: what a slot's
+    table has there is a finished request's.
+    """
+    rows = ()
+    for box in gl.static_range(TILE // BOX):
+        at = gl.minimum(tile * TILE + box * BOX, last // BOX * BOX)
+        block = gl.load(table + at // BLOCK_SIZE).to(gl.int32)
+        rows += ((block * KV_HEADS + head) * BLOCK_SIZE + at % BLOCK_SIZE,)
+    return rows
+
+
+@gluon.jit
+def _load_kv(
+    memory, barrier, ring, slot, rows, TILE: gl.constexpr, BLOCK_DIM: gl.constexpr,
+    BOX: gl.constexpr,
+):  # fmt: skip
+    """Load one KV tile, in boxes of BOX positions x 64 elements of one block."""
     BOXES: gl.constexpr = TILE // BOX
     PARTS: gl.constexpr = BLOCK_DIM // 64
     mbarrier.expect(barrier, TILE * BLOCK_DIM * (memory.dtype.primitive_bitwidth // 8))
     for box in gl.static_range(BOXES):
-        at = tile * TILE + box * BOX
-        block = gl.load(table + min(at // BLOCK_SIZE, last_block)).to(gl.int32)
-        row = (block * KV_HEADS + head) * BLOCK_SIZE + at % BLOCK_SIZE
         for part in gl.static_range(PARTS):
             place = slot * (BOXES * PARTS) + part * BOXES + box
-            load_box(memory, [row, part * 64], barrier, ring.index(place))
+            load_box(memory, [rows[box], part * 64], barrier, ring.index(place))
 
 
 @gluon.jit
 def load_tiles(
-    keys, values, table, last_block, final, head, begin, end, count, ring, full, free,
+    keys, values, table, last, final, head, begin, end, count, ring, full, free,
     KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, BLOCK_DIM: gl.constexpr,
     SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -112,7 +126,9 @@ def load_tiles(
     Tiles below position ``final``, the run's first, were written by earlier passes: only the others
     wait for the kernel before (``hopper.reads_earlier_passes``).
     """
+    BOX: gl.constexpr = keys.block_shape[0]
     for tile in range(begin, end):
+        rows = _rows_of_boxes(table, last, tile, head, KV_HEADS, BLOCK_SIZE, TILE, BOX)
         if PDL and (tile + 1) * TILE > final:
             cuda.gdc_wait()
         for which in gl.static_range(2):
@@ -120,8 +136,8 @@ def load_tiles(
             slot = use % SLOTS
             mbarrier.wait(free.index(slot), ((use // SLOTS) & 1) ^ 1)
             _load_kv(
-                keys if which == 0 else values, full.index(slot), ring, slot, table, last_block,
-                tile, head, KV_HEADS, BLOCK_SIZE, TILE, BLOCK_DIM,
+                keys if which == 0 else values, full.index(slot), ring, slot, rows,
+                TILE, BLOCK_DIM, BOX,
             )  # fmt: skip
         count += 1
     return count

@@ -78,7 +78,9 @@ def test_parts_of_windows_hold_every_split_once_from_where_the_window_begins(win
 
 @pytest.mark.parametrize(
     "config",
-    sorted({c for t in hopper.TABLES.values() for c in (t.splits, t.narrow, t.wide)}, key=repr),
+    sorted(
+        {c for t in hopper.TABLES.values() for c in (t.few, t.splits, t.narrow, t.wide)}, key=repr
+    ),
 )
 def test_every_split_holds_whole_tiles(config):
     assert all(size % config.tile == 0 for _, size in schedule.LEVELS)
@@ -86,14 +88,14 @@ def test_every_split_holds_whole_tiles(config):
 
 def test_launches_of_one_head_size_share_their_tile():
     for table in hopper.TABLES.values():
-        assert table.splits.tile == table.narrow.tile == table.wide.tile
+        assert table.few.tile == table.splits.tile == table.narrow.tile == table.wide.tile
 
 
 @pytest.mark.parametrize(
     ("num_runs", "width", "chosen"),
     [
-        (1, 1, "splits"), (64, 1, "splits"), (256, 4, "splits"), (8, 16, "splits"),
-        (64, 16, "narrow"), (1, 300, "narrow"), (1, 100, "splits"), (1, 512, "wide"),
+        (1, 1, "few"), (8, 4, "few"), (16, 1, "splits"), (64, 1, "splits"), (256, 4, "splits"),
+        (8, 16, "few"), (64, 16, "narrow"), (1, 300, "narrow"), (1, 100, "few"), (1, 512, "wide"),
         (7, 300, "wide"), (2000, 1, "wide"),
     ],
 )  # fmt: skip
@@ -109,10 +111,10 @@ def test_results_of_splits_stay_within_their_memory():
 
 
 def test_rows_of_one_request_fill_no_chip_whatever_padding_is_beside_them():
-    assert hopper.choose(8, 80, 80, QWEN3, 4096) == hopper.table_for(QWEN3).splits
+    assert hopper.choose(8, 80, 80, QWEN3, 4096) == hopper.table_for(QWEN3).few
 
 
-@pytest.mark.parametrize("config", [hopper.TABLES[128].splits, hopper.TABLES[128].wide])
+@pytest.mark.parametrize("config", [hopper.TABLES[128].few, hopper.TABLES[128].wide])
 def test_kept_rows_wait_for_memory_that_the_kernels_before_them_write(config, monkeypatch):
     """Those of a chunk's rows below the first that is kept."""
     launched = Launched()
@@ -155,13 +157,13 @@ def test_what_computes_attention_has_a_name(monkeypatch):
 @pytest.mark.parametrize(
     ("heads", "window", "forms", "sinks"),
     [
-        ((6, 2), 100, ("splits", "wide"), None),
+        ((6, 2), 100, ("few", "splits", "wide"), None),
         # gpt-oss.
         ((64, 8), 128, ("splits", "narrow"), "torch.zeros(64)"),
         ((64, 8), None, ("splits", "wide"), "torch.zeros(64)"),
     ],
 )
-def test_both_forms_compile_once_for_all_counts(heads, window, forms, sinks, tmp_path):
+def test_forms_compile_once_for_all_counts(heads, window, forms, sinks, tmp_path):
     code = f"""
 from sametoken.ops.model.attention import hopper
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RowRuns
@@ -180,5 +182,5 @@ for count, width in ((1, 1), (2, 3), (16, 16), (17, 1)):
         hopper.attention(q, shape, rows, kv, arrived, {sinks}, config=config)
 """
     compile_launches(code, tmp_path)
-    assert len(list(tmp_path.rglob("*_kernel.ptx"))) == 2
+    assert len(list(tmp_path.rglob("*_kernel.ptx"))) == len(forms)
     assert not unused_barriers(tmp_path)

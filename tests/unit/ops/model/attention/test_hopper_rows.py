@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from helpers.gluon_interpreter import interpreted
+from helpers.gluon_shared import Descriptor
 from helpers.rows import runs_of
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RowRuns
 from sametoken.ops.model.attention import hopper, reference
@@ -63,7 +64,7 @@ def forms(shape: AttentionShape, programs: tuple[int, ...]) -> list[hopper.Hoppe
     """All launch forms, splits by few and by many programs."""
     table = hopper.table_for(shape)
     spread = [replace(table.splits, programs=count) for count in programs]
-    return [*spread, table.narrow, table.wide]
+    return [*spread, table.few, table.narrow, table.wide]
 
 
 @pytest.mark.parametrize(
@@ -121,3 +122,23 @@ def test_values_that_are_not_finite_spoil_only_rows_that_see_them():
         found = scene.run(where, runs, config)
         assert torch.equal(found[:10], expected[:10])
         assert found[10:].isnan().all()
+
+
+def test_blocks_behind_a_query_tile_are_not_read(monkeypatch):
+    """What a table has behind a request's last block is a finished request's."""
+    shape = AttentionShape(2, 1, 64)
+    scene = Scene.of(shape, 64)
+    read, read_box = [], Descriptor.read
+
+    def noted(self, at):
+        read.append(int(at[0]) // 64)
+        return read_box(self, at)
+
+    monkeypatch.setattr(Descriptor, "read", noted)
+    ends = [20, 300, 1299]
+    own = {int(block) for end in ends for block in scene.table[1, : end // 64 + 1]}
+    for config in forms(shape, (2,)):
+        read.clear()
+        for end in ends:
+            scene.run([(1, end - 1), (1, end)], RowRuns.even(1, 2), config)
+        assert {*read} == own

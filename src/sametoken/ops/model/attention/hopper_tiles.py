@@ -329,8 +329,10 @@ def attend(
     SUMS: gl.constexpr = products(BLOCK_DIM)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     tiles = ring._reinterpret(DTYPE, [SLOTS, TILE, BLOCK_DIM], swizzled(DTYPE))
-    lowest = gl.full([QUERIES], LOWEST, gl.float32, gl.SliceLayout(1, products(TILE)))
-    seen = position + gl.arange(0, QUERIES, layout=lowest.type.layout) // GROUP
+    row = gl.arange(0, QUERIES, layout=gl.SliceLayout(1, products(TILE))) // GROUP
+    # Queries that are not there get weights of 0 by it: products of zeros draw less power.
+    lowest = gl.where(row < num_rows, LOWEST, -LOWEST)
+    seen = position + row
     # Dead rows count as rows that follow: what they see does not matter.
     uncut, uncut_end = _uncut_tiles(position, num_rows, TILE, WINDOW)
 

@@ -49,7 +49,10 @@ class Case:
 
 def cases() -> list[Case]:
     random.seed(1)
-    uneven = [random.randint(100, 4000) for _ in range(64)]
+
+    def drawn(n: int, least: int, most: int) -> list[int]:
+        return [random.randint(least, most) for _ in range(n)]
+
     even = [
         (1, 1, 640), (8, 1, 640), (64, 1, 640), (256, 1, 640), (8, 4, 640), (64, 4, 640),
         (64, 1, 2048), (32, 1, 8192), (8, 1, 16384), (8, 4, 16384), (1, 1, 16384),
@@ -61,7 +64,11 @@ def cases() -> list[Case]:
     return [
         *(Case(f"{n} x {rows} at {size}", [size] * n, [rows] * n) for n, rows, size in even),
         Case("1 at 16384 among 63 at 640", [16384] + [640] * 63, [1] * 64),
-        Case("64 at 100 to 4000", uneven, [1] * 64),
+        Case("64 at 100 to 4000", drawn(64, 100, 4000), [1] * 64),
+        Case("64 at 400 to 900", drawn(64, 400, 900), [1] * 64),
+        Case("256 at 100 to 1000", crowd := drawn(256, 100, 1000), [1] * 256),
+        Case("256 x 4 at 100 to 1000", crowd, [4] * 256),
+        Case("1024 at 60 to 110", drawn(1024, 60, 110), [1] * 1024),
         Case("prompts of 300 to 4000", [300, 700, 2000, 900, 4000], [300, 700, 100, 900, 348]),
         Case("7 x 512 at 512 in 16 runs", [512] * 7, [512] * 7, 9),
         Case("1 x 2048 at 16384 in 8 runs", [16384], [2048], 7),
@@ -82,7 +89,8 @@ class Scene:
         num_layers = min(MAX_LAYERS, max(2, -(-ROTATED_BYTES // own_bytes)))
         memory = torch.empty((num_layers, *layer), dtype=torch.bfloat16, device="cuda").normal_()
         self.layers = [LayerKV(part[0], part[1]) for part in memory]
-        table = torch.zeros(len(counts), max(counts), dtype=torch.int64, device="cuda")
+        # Behind a slot's last block are those of requests that had the slot before.
+        table = torch.randint(sum(counts), (len(counts), max(counts) + 1), device="cuda")
         blocks = torch.randperm(sum(counts), device="cuda").split(counts)
         for slot, mine in enumerate(blocks):
             table[slot, : len(mine)] = mine

@@ -37,9 +37,9 @@ QUERIES = 64
 #: Query tiles x KV heads from which programs of whole rows fill the chip.
 BUSY_PROGRAMS = 100
 
-#: Query tiles x KV heads from which two programs share a multiprocessor: while one begins or ends a
-#: query tile, the other loads. Of fewer, whose splits are few, one is done sooner alone.
-MANY_TILES = 128
+#: Query tiles x KV heads up to which a program has a multiprocessor of its own, and its splits are
+#: done sooner. Of more, two share one: while the one begins or ends a query tile, the other loads.
+FEW_TILES = 128
 
 #: Positions of a window up to which a program of 64 queries is done first, of few rows or many.
 SHORT_WINDOW = 256
@@ -156,7 +156,7 @@ def choose(
         return table.wide
     programs = most_tiles(num_runs, width, num_rows, rows) * shape.num_kv_heads
     if width * group <= QUERIES // 2 or programs < BUSY_PROGRAMS:
-        return table.splits if programs >= MANY_TILES else table.few
+        return table.splits if programs > FEW_TILES else table.few
     if width <= rows or programs < BUSY_PROGRAMS * table.wide.warp_groups:
         return table.narrow
     return table.wide

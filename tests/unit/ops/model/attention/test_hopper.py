@@ -94,7 +94,7 @@ def test_launches_of_one_head_size_share_their_tile():
 @pytest.mark.parametrize(
     ("num_runs", "width", "chosen"),
     [
-        (1, 1, "few"), (8, 4, "few"), (16, 1, "splits"), (64, 1, "splits"), (256, 4, "splits"),
+        (1, 1, "few"), (8, 4, "few"), (16, 1, "few"), (17, 1, "splits"), (256, 4, "splits"),
         (8, 16, "few"), (64, 16, "narrow"), (1, 300, "narrow"), (1, 100, "few"), (1, 512, "wide"),
         (7, 300, "wide"), (2000, 1, "wide"),
     ],

@@ -88,7 +88,7 @@ INLINE void score(const attention_job *job, workspace *work, int64_t queries, in
         for (int64_t first = 0; first < queries; first += MOST_ROWS(bf16)) {
             int64_t rows = smaller(MOST_ROWS(bf16), queries - first);
             sum_products(rows, work->queries + first * stride, stride, columns, job->dim,
-                         work->scores + first * SCORES + column, SCORES, &work->shaped, bf16);
+                         work->scores + first * SCORES + column, SCORES, &work->shaped, bf16, 0);
         }
     }
 }

@@ -96,7 +96,7 @@ INLINE void gemm_part(const char *x, const char *packed, const void *bias, void 
                 int64_t rows = start + count * (tile + 1) / tiles - first;
                 float sums[MOST_ROWS(1) * GROUP] __attribute__((aligned(64)));
                 sum_products(rows, x + first * stride, stride, columns, k, sums, GROUP, &shaped,
-                             bf16);
+                             bf16, 1);
                 store_tile(sums, rows, first * n, n, group * GROUP, n, bias, out, bf16, out_bf16);
             }
         }
@@ -135,7 +135,8 @@ INLINE void head_products_impl(const void *x, const void *packed, void *out, int
                 int64_t first = t * tile / tiles, rows = t * (tile + 1) / tiles - first;
                 float sums[MOST_ROWS(1) * GROUP] __attribute__((aligned(64)));
                 const char *row = (const char *)x + (first * from.row + head * from.head) * size;
-                sum_products(rows, row, from.row * size, columns, k, sums, GROUP, &shaped, bf16);
+                sum_products(rows, row, from.row * size, columns, k, sums, GROUP, &shaped, bf16,
+                             1);
                 store_tile(sums, rows, first * to.row + head * to.head, to.row, column, n, NULL,
                            out, bf16, bf16);
             }

@@ -199,6 +199,7 @@ INLINE void sum_panels(const int rows, const int panels, int panel, const rounde
     int64_t blocks = blocks_of(f), bytes = block_bytes(f);
     f32v sum[TILE_ROWS][PANELS] = {0};
     for (int64_t i = 0; i < blocks; i++) {
+        fetch_ahead(columns + i * bytes, bytes);
 #pragma GCC unroll 2
         for (int group = 0; group < groups_of(codes); group++)
             add_group(rows, panels, panel, x + i, blocks, columns + i * bytes, f, group, sum,

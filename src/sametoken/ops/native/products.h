@@ -81,9 +81,11 @@ INLINE void amx_sums(const int64_t rows, const char *x, int64_t stride, const ch
 #endif
 
 /* Sums of up to MOST_ROWS rows and one group of columns: [rows][GROUP], rows `between` floats apart.
- * `shaped` rows are those for which this thread's matrix unit was shaped last, at first 0. */
+ * `shaped` rows are those for which this thread's matrix unit was shaped last, at first 0. Columns
+ * `from_memory` are fetched ahead, but by matrix units. */
 INLINE void sum_products(int64_t rows, const char *x, int64_t stride, const char *columns, int64_t k,
-                         float *sums, int64_t between, int64_t *shaped, const int bf16) {
+                         float *sums, int64_t between, int64_t *shaped, const int bf16,
+                         const int from_memory) {
 #if defined(HAS_AMX)
     if (bf16) {
         if (rows != *shaped) shape_tiles(rows);
@@ -94,7 +96,7 @@ INLINE void sum_products(int64_t rows, const char *x, int64_t stride, const char
     }
 #endif
     for (int64_t r = 0; r < rows; r++) memset(sums + r * between, 0, GROUP * sizeof *sums);
-    multiply_tile(rows, x, stride, columns, k, sums, between, bf16);
+    multiply_tile(rows, x, stride, columns, k, sums, between, bf16, from_memory);
     (void)shaped;
 }
 

@@ -108,13 +108,15 @@ INLINE void widen_columns(const char *columns, const format *f, int64_t first, i
             scale[p] = group_scale(f, columns, index);
             offset[p] = offset_lanes(f, offsets, index, scale[p]);
         }
-        for (; done < end; done += each, words += PANELS)
+        for (; done < end; done += each, words += PANELS) {
+            fetch_ahead(words, GROUP * 4);
 #pragma GCC unroll 8
             for (int p = 0; p < PANELS; p++)
 #pragma GCC unroll 8
                 for (int e = 0; e < each; e++)
                     slab[(done + e) * PANELS + p] =
                         multiply_add(code_lanes(words[p], e, codes), scale[p], offset[p]);
+        }
     }
 }
 
@@ -170,7 +172,7 @@ INLINE void sum_many(const float *x, int64_t rows, const char *columns, const fo
         for (int64_t tile = 0; tile < tiles; tile++) {
             int64_t row = rows * tile / tiles, count = rows * (tile + 1) / tiles - row;
             multiply_tile(count, x + row * stride + first, stride * 4, slab, whole,
-                          sums + row * GROUP, GROUP, 0);
+                          sums + row * GROUP, GROUP, 0, 0);
         }
     }
 }
@@ -192,7 +194,8 @@ INLINE void sum_few(const int rows, const int groups, const float *x, const char
             scale[p] = group_scale(f, columns + at, index);
             offset[p] = offset_lanes(f, offsets + at, index, scale[p]);
         }
-        for (; done < end; done += each, words += GROUP * 4)
+        for (; done < end; done += each, words += GROUP * 4) {
+            for (int at = 0; at < groups; at++) fetch_ahead(words + at * bytes, GROUP * 4);
 #pragma GCC unroll 8
             for (int e = 0; e < each; e++) {
                 f32v column[2 * PANELS];
@@ -212,6 +215,7 @@ INLINE void sum_few(const int rows, const int groups, const float *x, const char
                 }
                 __asm__ volatile("" ::: "memory"); /* words are read again, as in tile.h */
             }
+        }
     }
 #pragma GCC unroll 8
     for (int p = 0; p < panels; p++)
@@ -221,25 +225,47 @@ INLINE void sum_few(const int rows, const int groups, const float *x, const char
                    sizeof(f32v));
 }
 
+/* A function for each kind of codes and number of rows: gcc spills in one that holds several. */
+typedef void row_sums(const float *, int64_t, const char *, const format *, float *);
+#define SUMS(name, call)                                                                     \
+    static __attribute__((noinline)) void name(const float *x, int64_t rows,                 \
+                                               const char *columns, const format *f,         \
+                                               float *sums) {                                \
+        (void)rows;                                                                          \
+        call;                                                                                \
+    }
+#define FEW(rows, groups, codes)                                                             \
+    SUMS(sum_##rows##_by_##groups##_##codes, sum_few(rows, groups, x, columns, f, sums, codes))
+#define ALL(codes)                                                                           \
+    FEW(1, 1, codes) FEW(2, 1, codes) FEW(3, 1, codes) FEW(4, 1, codes)                      \
+    SUMS(sum_many_##codes, sum_many(x, rows, columns, f, sums, codes))
+ALL(INT4)
+ALL(FP8)
+ALL(E2M1)
+/* One row and two groups, where registers hold what belongs to both. */
+FEW(1, 2, INT4)
+FEW(1, 2, E2M1)
+
+/* By codes: of up to FEW_ROWS, and of more. */
+#define SUMS_OF(codes)                                                                       \
+    {sum_1_by_1_##codes, sum_2_by_1_##codes, sum_3_by_1_##codes, sum_4_by_1_##codes,         \
+     sum_many_##codes}
+static row_sums *const SUMS_OF_ROWS[][FEW_ROWS + 1] = {SUMS_OF(INT4), SUMS_OF(FP8), SUMS_OF(E2M1)};
+static row_sums *const SUMS_OF_TWO[] = {sum_1_by_2_INT4, NULL, sum_1_by_2_E2M1};
+
 /* Sums of rows and one group of columns or, of one row, two if there are; returns how many. */
 INLINE int64_t sum_groups(const float *x, int64_t rows, const char *columns, int64_t left,
-                          const format *f, float *sums, const int codes) {
-    if (rows == 1 && left > 1) {
-        sum_few(1, 2, x, columns, f, sums, codes);
-        return 2;
-    }
-    if (rows == 1) sum_few(1, 1, x, columns, f, sums, codes);
-    else if (rows == 2) sum_few(2, 1, x, columns, f, sums, codes);
-    else if (rows == 3) sum_few(3, 1, x, columns, f, sums, codes);
-    else if (rows == 4) sum_few(4, 1, x, columns, f, sums, codes);
-    else sum_many(x, rows, columns, f, sums, codes);
-    return 1;
+                          const format *f, float *sums) {
+    row_sums *two = MAX_ROWS > 6 && rows == 1 && left > 1 ? SUMS_OF_TWO[f->codes] : NULL;
+    row_sums *sum = two ? two : SUMS_OF_ROWS[f->codes][smaller(rows, FEW_ROWS + 1) - 1];
+    sum(x, rows, columns, f, sums);
+    return two ? 2 : 1;
 }
 
 /* One thread's groups of columns; 0 without memory for its rows. */
-INLINE int64_t quantized_part(const void *x, const char *packed, const format *f,
+static int64_t quantized_part(const void *x, const char *packed, const format *f,
                               const void *bias, void *out, int64_t t, int64_t n, int64_t bf16,
-                              int64_t out_bf16, int64_t rounding, float fixed, const int codes) {
+                              int64_t out_bf16, int64_t rounding, float fixed) {
     static _Thread_local buffer own;
     range groups = own_part(ceil_div(n, GROUP));
     int64_t k = f->k, stride = padded(f);
@@ -255,7 +281,7 @@ INLINE int64_t quantized_part(const void *x, const char *packed, const format *f
         for (int64_t group = groups.first, done; group < groups.last; group += done) {
             float sums[BLOCK_ROWS * GROUP] __attribute__((aligned(64)));
             const char *columns = packed + group * group_bytes(f);
-            done = sum_groups(rows, count, columns, groups.last - group, f, sums, codes);
+            done = sum_groups(rows, count, columns, groups.last - group, f, sums);
             for (int64_t i = 0; i < done; i++)
                 store_tile(sums + i * count * GROUP, count, first * n, n, (group + i) * GROUP, n,
                            bias, out, bf16, out_bf16);
@@ -268,17 +294,9 @@ INLINE int64_t quantized_part(const void *x, const char *packed, const format *f
 EXPORT int64_t quantized_gemm(const void *x, const void *packed, const void *form,
                               const void *bias, void *out, int64_t t, int64_t n, int64_t bf16,
                               int64_t out_bf16, int64_t rounding, float fixed) {
-    const format *f = form;
     int64_t done = 1;
 #pragma omp parallel reduction(&& : done)
-    {
-#define PART(codes)                                                                          \
-    quantized_part(x, packed, f, bias, out, t, n, bf16, out_bf16, rounding, fixed, codes)
-        if (f->codes == INT4) done = PART(INT4);
-        else if (f->codes == FP8) done = PART(FP8);
-        else done = PART(E2M1);
-#undef PART
-    }
+    done = quantized_part(x, packed, form, bias, out, t, n, bf16, out_bf16, rounding, fixed);
     return done;
 }
 

@@ -17,6 +17,14 @@
 #define MAX_ROWS 6
 #endif
 
+/* Bytes before it is read at which memory comes into the first cache. */
+#define AHEAD (16 << 10)
+
+INLINE void fetch_ahead(const void *from, int64_t bytes) {
+    for (int64_t line = 0; line < bytes; line += 64)
+        __builtin_prefetch((const char *)from + AHEAD + line, 0, 3);
+}
+
 INLINE u32v word_in_lanes(const char *x) {
     uint32_t word;
     memcpy(&word, x, sizeof word);
@@ -78,9 +86,10 @@ INLINE void add_words(const int rows, const char *x, int64_t stride, const u32v 
 }
 
 /* rows x GROUP sums over `depth` elements, added in place to `sums`, whose rows are `between` floats
- * apart. */
+ * apart. Columns `from_memory` are fetched ahead. */
 INLINE void fixed_tile(const int rows, const char *x, int64_t stride, const u32v *columns,
-                       int64_t depth, float *sums, int64_t between, const int bf16) {
+                       int64_t depth, float *sums, int64_t between, const int bf16,
+                       const int from_memory) {
     f32v sum[MAX_ROWS][PANELS];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
@@ -88,8 +97,10 @@ INLINE void fixed_tile(const int rows, const char *x, int64_t stride, const u32v
         for (int p = 0; p < PANELS; p++)
             memcpy(&sum[r][p], sums + r * between + p * LANES, sizeof(f32v));
     int64_t units = bf16 ? depth / 2 : depth;
-    for (int64_t unit = 0; unit < units; unit++, columns += PANELS)
+    for (int64_t unit = 0; unit < units; unit++, columns += PANELS) {
+        if (from_memory) fetch_ahead(columns, GROUP * 4);
         add_words(rows, x + unit * 4, stride, columns, sum, bf16);
+    }
     if (bf16 && depth % 2) {
         uint32_t last[MAX_ROWS] = {0};
         for (int r = 0; r < rows; r++) memcpy(last + r, x + r * stride + units * 4, 2);
@@ -113,11 +124,12 @@ INLINE void fixed_tile(const int rows, const char *x, int64_t stride, const u32v
 
 /* fixed_tile for any 1 <= rows <= MAX_ROWS; `stride` is in bytes. */
 INLINE void multiply_tile(int rows, const void *x, int64_t stride, const void *columns,
-                          int64_t depth, float *sums, int64_t between, int bf16) {
+                          int64_t depth, float *sums, int64_t between, int bf16,
+                          const int from_memory) {
 #define CASE(n)                                                                              \
     case n:                                                                                  \
-        if (bf16) fixed_tile(n, x, stride, columns, depth, sums, between, 1);                \
-        else fixed_tile(n, x, stride, columns, depth, sums, between, 0);                     \
+        if (bf16) fixed_tile(n, x, stride, columns, depth, sums, between, 1, from_memory);   \
+        else fixed_tile(n, x, stride, columns, depth, sums, between, 0, from_memory);        \
         return;
     switch (rows) {
         EACH_ROW_COUNT(CASE)

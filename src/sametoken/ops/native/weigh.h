@@ -47,7 +47,7 @@ INLINE void weigh_span(int64_t rows, const attention_job *job, const workspace *
     if (work->values) {
         const float *columns = work->values + i * SPLIT + seen.first * GROUP;
         multiply_tile(rows, weights + seen.first, SCORES * 4, columns, seen.stop - seen.first, sums,
-                      GROUP, 0);
+                      GROUP, 0, 0);
         return;
     }
     int whole = !job->e4m3 && i + GROUP <= job->v_dim;
@@ -159,7 +159,7 @@ INLINE void sum_narrow(const attention_job *job, workspace *work, int64_t first,
             f32v sums[MOST_ROWS(1) * PANELS];
             const char *weights = (const char *)(work->scores + start * SCORES) + tiles.first * 2;
             sum_products(queries, weights, SCORES * 4, columns, tiles.stop - tiles.first,
-                         (float *)sums, GROUP, &work->shaped, 1);
+                         (float *)sums, GROUP, &work->shaped, 1, 0);
             for (int64_t q = 0; q < queries; q++) {
                 int64_t row = (start + q) / group, head = (start + q) % group;
                 float *partial = partials + (row * job->heads + head) * stride + LANES + i;

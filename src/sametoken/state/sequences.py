@@ -25,8 +25,8 @@ class Sequences:
         prompt_len: [S] int64.
         draft_ids: [S, k] int64, drafts for the next window.
         num_drafts: [S] int64, number of valid drafts.
-        block_table: [S, max_blocks] int64, KV blocks by position; entries not yet assigned
-            hold the reserved block, which no request owns.
+        block_table: [S, max_blocks] int64, KV blocks by position; entries not yet assigned hold
+            those of the slot's former request, or the reserved block, which no request owns.
         block_size: tokens per block.
     """
 

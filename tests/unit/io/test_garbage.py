@@ -15,14 +15,19 @@ class Node:
 
 
 @pytest.fixture(autouse=True)
-def thawed():
-    """The suite leaves out what was imported (tests/conftest.py)."""
-    gc.unfreeze()
-    thresholds = gc.get_threshold()
+def thresholds():
+    """Those of the suite, afterwards."""
+    before = gc.get_threshold()
     gc.set_threshold(700, 10, 10)
     yield
-    gc.set_threshold(*thresholds)
+    gc.set_threshold(*before)
     gc.freeze()
+
+
+@pytest.fixture
+def thawed():
+    """The suite leaves out what was imported (tests/conftest.py), which takes long to search."""
+    gc.unfreeze()
 
 
 def test_a_search_sees_new_objects_alone_and_old_garbage_is_gone():
@@ -44,6 +49,7 @@ def test_a_search_sees_new_objects_alone_and_old_garbage_is_gone():
     assert gc.get_threshold()[0] > 5_000
 
 
+@pytest.mark.usefixtures("thawed")
 def test_a_block_leaves_out_what_was_there_and_gives_it_back():
     garbage = Node()
     garbage.itself = garbage

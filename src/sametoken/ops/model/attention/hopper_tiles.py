@@ -84,17 +84,17 @@ def own_tiles(low, high, first, begin, end, TILE: gl.constexpr, WINDOW: gl.const
 
 @gluon.jit
 def _rows_of_boxes(
-    table, last, tile, head, KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
-    BOX: gl.constexpr,
+    table, last_seen, tile, head, KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    TILE: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """Where the boxes of a KV tile begin in memory.
 
-    What follows the box of position ``last``, which nobody sees, is that box again: what a slot's
-    table has there is a finished request's.
+    What follows the box of position ``last_seen`` is that box again: what a slot's table has there
+    is a finished request's.
     """
     rows = ()
     for box in gl.static_range(TILE // BOX):
-        at = gl.minimum(tile * TILE + box * BOX, last // BOX * BOX)
+        at = gl.minimum(tile * TILE + box * BOX, last_seen // BOX * BOX)
         block = gl.load(table + at // BLOCK_SIZE).to(gl.int32)
         rows += ((block * KV_HEADS + head) * BLOCK_SIZE + at % BLOCK_SIZE,)
     return rows
@@ -117,7 +117,7 @@ def _load_kv(
 
 @gluon.jit
 def load_tiles(
-    keys, values, table, last, final, head, begin, end, count, ring, full, free,
+    keys, values, table, last_seen, final, head, begin, end, count, ring, full, free,
     KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, BLOCK_DIM: gl.constexpr,
     SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -128,7 +128,7 @@ def load_tiles(
     """
     BOX: gl.constexpr = keys.block_shape[0]
     for tile in range(begin, end):
-        rows = _rows_of_boxes(table, last, tile, head, KV_HEADS, BLOCK_SIZE, TILE, BOX)
+        rows = _rows_of_boxes(table, last_seen, tile, head, KV_HEADS, BLOCK_SIZE, TILE, BOX)
         if PDL and (tile + 1) * TILE > final:
             cuda.gdc_wait()
         for which in gl.static_range(2):

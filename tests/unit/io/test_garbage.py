@@ -21,13 +21,14 @@ def thresholds():
     gc.set_threshold(700, 10, 10)
     yield
     gc.set_threshold(*before)
-    gc.freeze()
 
 
 @pytest.fixture
 def thawed():
     """The suite leaves out what was imported (tests/conftest.py), which takes long to search."""
     gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 def test_a_search_sees_new_objects_alone_and_old_garbage_is_gone():

@@ -242,7 +242,8 @@ typedef void row_sums(const float *, int64_t, const char *, const format *, floa
 ALL(INT4)
 ALL(FP8)
 ALL(E2M1)
-/* One row and two groups, where registers hold what belongs to both. */
+/* One row and two groups, where registers hold what belongs to both. Float8 takes up to twice as
+ * long by it. */
 FEW(1, 2, INT4)
 FEW(1, 2, E2M1)
 

@@ -89,6 +89,9 @@ class HopperTable:
     wide: HopperConfig
 
 
+#: Of heads of 256, for whose splits registers and shared memory have room for one program.
+LARGE_SPLITS = HopperConfig(64, 6, 0, 232)
+
 #: By head size, rounded up.
 TABLES = {
     64: HopperTable(
@@ -104,9 +107,8 @@ TABLES = {
         wide=HopperConfig(128, 4, 2, 168),
     ),
     256: HopperTable(
-        few=HopperConfig(64, 6, 0, 232),
-        # Registers and shared memory have room for one program.
-        splits=HopperConfig(64, 6, 0, 232),
+        few=LARGE_SPLITS,
+        splits=LARGE_SPLITS,
         narrow=HopperConfig(64, 4, 1, 248),
         wide=HopperConfig(64, 4, 2, 168),
     ),

@@ -18,6 +18,7 @@ from sametoken.ops.model.attention.hopper_tiles import (
     attend,
     extent,
     join_parts,
+    last_seen_of,
     load_queries,
     load_tiles,
     own_tiles,
@@ -57,7 +58,7 @@ def _load_by_splits(
                 low + shift, high + shift, first_split, before, end, TILE, WINDOW
             )
             if split < last:
-                last_seen = gl.minimum(position + stop - first, table_stride * BLOCK_SIZE) - 1
+                last_seen = last_seen_of(position, first, stop, table_stride, BLOCK_SIZE)
                 count = load_tiles(
                     keys, values, table, last_seen, final, head, kv, stop_kv, count,
                     ring, full, free, KV_HEADS, BLOCK_SIZE, TILE, BLOCK_DIM, SLOTS, PDL,
@@ -349,7 +350,7 @@ def rows_kernel(
     position = gl.load(positions + first).to(gl.int32)
     _, end, before = extent(position, stop - first, TILE, WINDOW)
     table = block_table + slot * table_stride
-    last_seen = gl.minimum(position + stop - first, table_stride * BLOCK_SIZE) - 1
+    last_seen = last_seen_of(position, first, stop, table_stride, BLOCK_SIZE)
 
     BOX: gl.constexpr = keys.block_shape[0]
     BOXES: gl.constexpr = (TILE // BOX) * (BLOCK_DIM // 64)

@@ -69,6 +69,12 @@ def extent(position, num_rows, TILE: gl.constexpr, WINDOW: gl.constexpr):
 
 
 @gluon.jit
+def last_seen_of(position, first, stop, table_stride, BLOCK_SIZE: gl.constexpr):
+    """The last position that a query tile sees; dead rows may lie beyond what a table has."""
+    return gl.minimum(position + stop - first, table_stride * BLOCK_SIZE) - 1
+
+
+@gluon.jit
 def own_tiles(low, high, first, begin, end, TILE: gl.constexpr, WINDOW: gl.constexpr):
     """Of a query tile over KV tiles ``begin .. end - 1``, the splits in ``low .. high - 1``: the
     first of them, the one after their last, the one after the query tile's last (``own_part``), and

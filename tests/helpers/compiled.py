@@ -25,7 +25,7 @@ _LEFT_AND_PENDING = re.compile(r"warp_group_dot %.*: tensor<.*\n.*dot_wait .*pen
 _REDUCED = re.compile(
     r'"tt.reduce"\(.*?axis = (\d+).*?\(\{(.*?)\}\) : \(tensor<([\dx]+)x\w+, (#\w+)>', re.S
 )
-_LAYOUT = re.compile(r"^(#\w+) = #ttg.(?:blocked|linear)<\{(.*)\}>$", re.M)
+_LAYOUT = re.compile(r"^(#\w+) = #ttg.(?:blocked|linear|nvidia_mma)<\{(.*)\}>$", re.M)
 _PARTS_OF_LAYOUT = re.compile(r"(\w+) = (\[[\[\]\d, ]*\])")
 
 #: Imports what every piece of code imports, and compiles something, once: what a compilation
@@ -146,6 +146,11 @@ def _steps(layout: str, axis: int, size: int) -> tuple[tuple[int, ...], ...]:
     if "register" in parts:
         own = (parts[name] for name in ("register", "lane", "warp"))
         return tuple(tuple(step[axis] for step in steps if step[axis]) for steps in own)
+    if "instrShape" in parts:
+        # Four threads have a row of a product (wgmma): of each eight columns two neighbours each.
+        assert axis == 1
+        eights = (8 << place for place in range((size // 8 - 1).bit_length()))
+        return (1, *eights), (2, 4), ()
     registers, lanes, warps = steps = ([], [], [])
     step = 1
     for own, name in zip(steps, ("sizePerThread", "threadsPerWarp", "warpsPerCTA"), strict=True):

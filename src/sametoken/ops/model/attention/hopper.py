@@ -8,7 +8,7 @@ row has the same bits. On other chips the kernels of ``triton`` serve.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,9 +37,15 @@ QUERIES = 64
 #: Query tiles x KV heads from which programs of whole rows fill the chip.
 BUSY_PROGRAMS = 100
 
+#: Most queries of a run that are columns of products; more are rows.
+MOST_COLUMNS = 16
+
 #: Query tiles x KV heads up to which a program has a multiprocessor of its own, and its splits are
 #: done sooner. Of more, two share one: while the one begins or ends a query tile, the other loads.
 FEW_TILES = 128
+
+#: The same of tiles of columns.
+FEW_COLUMN_TILES = 32
 
 #: Positions of a window up to which a program of 64 queries is done first, of few rows or many.
 SHORT_WINDOW = 256
@@ -61,6 +67,7 @@ class HopperConfig:
         warp_groups: groups of 64 queries in a program; 0: a launch of splits.
         max_registers: per thread, on average over warps.
         programs: of a launch of splits.
+        columns: queries of its query tiles, as columns of products; 0: 64, as rows.
         box: most positions of a TMA load; what no query sees is left out by boxes.
     """
 
@@ -69,6 +76,7 @@ class HopperConfig:
     warp_groups: int
     max_registers: int
     programs: int = 128
+    columns: int = 0
     box: int = 64
 
 
@@ -77,12 +85,16 @@ class HopperTable:
     """Launch configurations for heads of one size, as tuned by benchmarks/kernels/hopper_gpu.py.
 
     Attributes:
-        few: splits of few query tiles.
+        few_columns: splits of few query tiles of at most ``MOST_COLUMNS`` queries.
+        columns: of more such tiles.
+        few: splits of few larger query tiles.
         splits: of more.
         narrow: for query tiles that fill the chip only at 64 queries a program.
         wide: for more.
     """
 
+    few_columns: HopperConfig
+    columns: HopperConfig
     few: HopperConfig
     splits: HopperConfig
     narrow: HopperConfig
@@ -90,23 +102,30 @@ class HopperTable:
 
 
 #: Of heads of 256, for whose splits registers and shared memory have room for one program.
+LARGE_COLUMNS = HopperConfig(64, 6, 0, 232, columns=16, box=32)
 LARGE_SPLITS = HopperConfig(64, 6, 0, 232)
 
 #: By head size, rounded up.
 TABLES = {
     64: HopperTable(
+        few_columns=HopperConfig(128, 6, 0, 232, columns=16, box=32),
+        columns=HopperConfig(128, 4, 0, 128, programs=256, columns=16, box=32),
         few=HopperConfig(128, 6, 0, 232, box=32),
         splits=HopperConfig(128, 4, 0, 128, programs=256, box=32),
         narrow=HopperConfig(128, 4, 1, 128),
         wide=HopperConfig(128, 4, 2, 168),
     ),
     128: HopperTable(
+        few_columns=HopperConfig(128, 5, 0, 232, columns=16, box=32),
+        columns=HopperConfig(128, 3, 0, 128, programs=256, columns=16, box=32),
         few=HopperConfig(128, 5, 0, 232, box=32),
         splits=HopperConfig(128, 2, 0, 128, programs=256, box=32),
         narrow=HopperConfig(128, 4, 1, 232),
         wide=HopperConfig(128, 4, 2, 168),
     ),
     256: HopperTable(
+        few_columns=LARGE_COLUMNS,
+        columns=LARGE_COLUMNS,
         few=LARGE_SPLITS,
         splits=LARGE_SPLITS,
         narrow=HopperConfig(64, 4, 1, 248),
@@ -158,6 +177,9 @@ def choose(
         return table.wide
     programs = most_tiles(num_runs, width, num_rows, rows) * shape.num_kv_heads
     if width * group <= QUERIES // 2 or programs < BUSY_PROGRAMS:
+        if width * group <= MOST_COLUMNS:
+            columns = table.columns if programs > FEW_COLUMN_TILES else table.few_columns
+            return replace(columns, columns=8 if width * group <= 8 else MOST_COLUMNS)
         return table.splits if programs > FEW_TILES else table.few
     if width <= rows or programs < BUSY_PROGRAMS * table.wide.warp_groups:
         return table.narrow
@@ -291,12 +313,13 @@ def _launch(
             **constants,
         )  # fmt: skip
         return
-    tiles_per_run = cdiv(group.max_rows, QUERIES // heads_per_kv)
+    tiles_per_run = cdiv(group.max_rows, (config.columns or QUERIES) // heads_per_kv)
     num_tiles = group.num_runs * tiles_per_run
+    assert num_tiles <= MAX_TILES
     assert num_tiles * shape.num_kv_heads <= len(arrived)
     stats = q.new_empty(scratch.stats, dtype=torch.float32)
     splits_kernel[(config.programs,)](
         *inputs, out, sums, stats, arrived, group.first, group.max_rows, tiles_per_run, num_tiles,
         table.stride(0), max_splits(max_seq_len), scale,
-        BLOCK_TILES=128 if num_tiles <= 128 else MAX_TILES, **constants,
+        COLUMNS=config.columns, BLOCK_TILES=128 if num_tiles <= 128 else MAX_TILES, **constants,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import barrier, new_barriers, swizzled
+from sametoken.ops.model.attention import hopper_columns
 from sametoken.ops.model.attention.hopper_sums import QUERIES, SHARED_DIM, kept_shape
 from sametoken.ops.model.attention.hopper_tiles import (
     attend,
@@ -70,9 +71,32 @@ def _load_by_splits(
 
 
 @gluon.jit
+def _attend(
+    q_memory, ring, full, free, count, begin, end, position, num_rows, scale, between,
+    sums, stats, part, most, joins, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_DIM: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr,
+    SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Queries over KV tiles: few as columns of products, 64 as rows."""
+    if q_memory.shape[0] < QUERIES:
+        found = hopper_columns.attend(
+            q_memory, ring, full, free, count, begin, end, position, num_rows, scale,
+            between, sums, stats, part, most, joins,
+            HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS,
+        )  # fmt: skip
+    else:
+        found = attend(
+            q_memory, ring, full, free, count, begin, end, position, num_rows, scale,
+            between, None, sums, stats, part, most, joins,
+            HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS,
+        )  # fmt: skip
+    return found
+
+
+@gluon.jit
 def _attend_by_splits(
-    q, positions, slots, starts, sinks, out, sums, stats, arrived, q_memory, kept, ring, full, free,
-    first_run, width, tiles_per_run, num_tiles, head, tile, start, low, high, most, scale,
+    q, positions, slots, starts, sinks, out, sums, stats, arrived, q_memory, between, ring, full,
+    free, first_run, width, tiles_per_run, num_tiles, head, tile, start, low, high, most, scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_DIM: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr, SLOTS: gl.constexpr,
     PDL: gl.constexpr,
@@ -80,7 +104,7 @@ def _attend_by_splits(
     """The multiplying warps of ``splits_kernel``."""
     HEADS: gl.constexpr = KV_HEADS * GROUP
     RAGGED: gl.constexpr = starts is not None
-    KEEPS: gl.constexpr = kept.shape[1] == QUERIES
+    KEEPS: gl.constexpr = q_memory.shape[0] < QUERIES or between.shape[1] == QUERIES
     count = 0
     while start < high:
         begin, first, stop = run_of(tile, starts, first_run, width, tiles_per_run, ROWS)
@@ -101,9 +125,9 @@ def _attend_by_splits(
                 part = (place.to(gl.int64) * HEADS + head * GROUP) * most - first_split
                 # The first splits are joined in turn; the others wait for those before them.
                 joins = split == first_split
-                acc, top, total = attend(
+                acc, top, total = _attend(
                     q_memory, ring, full, free, count, kv, stop_kv, position, num_rows, scale,
-                    kept if KEEPS else None, None, sums, stats, part, most, joins,
+                    between if KEEPS else None, sums, stats, part, most, joins,
                     HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS,
                 )  # fmt: skip
                 if KEEPS and joins & (last == end_split):
@@ -179,18 +203,20 @@ def splits_kernel(
     scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr, SLOTS: gl.constexpr,
-    BLOCK_TILES: gl.constexpr, PDL: gl.constexpr,
+    COLUMNS: gl.constexpr, BLOCK_TILES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Splits spread evenly over programs, whatever the lengths of rows.
 
     The KV tiles of all query tiles and KV heads form a line. Program i of G computes the splits
     whose middle is in the i-th of G equal parts of it. Of a query tile that several programs share,
     the first of them joins what it has, the others store each split's result, and the program that
-    comes last joins those.
+    comes last joins those. A query tile has COLUMNS queries, as columns of products, or if that is
+    0 64, as rows.
     """
     if PDL:
         cuda.gdc_launch_dependents()
-    ROWS: gl.constexpr = QUERIES // GROUP
+    OWN: gl.constexpr = COLUMNS if COLUMNS else QUERIES
+    ROWS: gl.constexpr = OWN // GROUP
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     tile = gl.arange(0, BLOCK_TILES, layout=LINE)
     _, first, stop = run_of(
@@ -213,18 +239,22 @@ def splits_kernel(
     BOX: gl.constexpr = keys.block_shape[0]
     BOXES: gl.constexpr = (TILE // BOX) * (BLOCK_DIM // 64)
     DTYPE: gl.constexpr = q.dtype.element_ty
-    KEPT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-    q_memory = gl.allocate_shared_memory(DTYPE, [QUERIES, BLOCK_DIM], swizzled(DTYPE))
-    # Larger heads leave no room: there the splits of whole query tiles are stored too.
-    KEPT_ROWS: gl.constexpr = QUERIES if BLOCK_DIM <= SHARED_DIM else 1
-    kept = gl.allocate_shared_memory(gl.float32, [1, KEPT_ROWS, BLOCK_DIM], KEPT)
+    q_memory = gl.allocate_shared_memory(DTYPE, [OWN, BLOCK_DIM], swizzled(DTYPE))
+    if COLUMNS:
+        # A tile's weights.
+        between = gl.allocate_shared_memory(DTYPE, [COLUMNS, TILE], swizzled(DTYPE))
+    else:
+        # Sums over splits. Larger heads leave no room: there those of whole query tiles are stored.
+        KEPT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+        KEPT_ROWS: gl.constexpr = QUERIES if BLOCK_DIM <= SHARED_DIM else 1
+        between = gl.allocate_shared_memory(gl.float32, [1, KEPT_ROWS, BLOCK_DIM], KEPT)
     ring = gl.allocate_shared_memory(DTYPE, [SLOTS * BOXES, BOX, 64], swizzled(DTYPE))
     full, free = new_barriers(SLOTS, 1), new_barriers(SLOTS, 1)
     gl.warp_specialize(
         [
             (_attend_by_splits, (
                 q, positions, slots, starts, sinks, out, sums, stats, arrived,
-                q_memory, kept, ring, full, free,
+                q_memory, between, ring, full, free,
                 first_run, width, tiles_per_run, num_tiles, head, first_tile, start, low, high,
                 most, scale,
                 KV_HEADS, GROUP, ROWS, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, PDL,

@@ -158,7 +158,7 @@ def load_queries(
     LAYOUT: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // BLOCK_DIM, BLOCK_DIM // 8], [4, 1], [1, 0]
     )
-    query = gl.arange(0, QUERIES, layout=gl.SliceLayout(1, LAYOUT))
+    query = gl.arange(0, memory.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     dim = gl.arange(0, BLOCK_DIM, layout=gl.SliceLayout(0, LAYOUT))
     at = (query // GROUP * HEADS + head * GROUP + query % GROUP) * HEAD_DIM
     mask = (query // GROUP < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -218,12 +218,12 @@ def store_part(
     """Store one split's result of a query tile, whose first line is ``part``."""
     SCORES: gl.constexpr = top.type.layout
     SUMS: gl.constexpr = acc.type.layout
-    query = gl.arange(0, QUERIES, layout=SCORES)
+    query = gl.arange(0, acc.shape[0], layout=SCORES)
     line = part + (query // GROUP * HEADS + query % GROUP) * most
     mask = query // GROUP < num_rows
     gl.store(stats + line * 2, total, mask=mask)
     gl.store(stats + line * 2 + 1, top, mask=mask)
-    query = gl.arange(0, QUERIES, layout=gl.SliceLayout(1, SUMS))
+    query = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, SUMS))
     dim = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, SUMS))
     line = part + (query // GROUP * HEADS + query % GROUP) * most
     mask = (query // GROUP < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -261,7 +261,7 @@ def store_rows(
 ):  # fmt: skip
     """Store the outputs of what ``attend`` returns."""
     BY_QUERY: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    query = gl.arange(0, QUERIES, layout=BY_QUERY)
+    query = gl.arange(0, acc.shape[0], layout=BY_QUERY)
     top, total = gl.convert_layout(top, BY_QUERY), gl.convert_layout(total, BY_QUERY)
     _store_outputs(
         out, slots, slot, sinks, acc, top, total, query, first, num_rows, head, scale,
@@ -270,7 +270,7 @@ def store_rows(
 
 
 @gluon.jit
-def _uncut_tiles(position, num_rows, TILE: gl.constexpr, WINDOW: gl.constexpr):
+def uncut_tiles(position, num_rows, TILE: gl.constexpr, WINDOW: gl.constexpr):
     """First and end of the KV tiles that every row of a query tile sees whole."""
     begin = (max(position + num_rows - WINDOW, 0) + TILE - 1) // TILE if WINDOW else 0 * position
     return begin, (position + 1) // TILE
@@ -340,7 +340,7 @@ def attend(
     lowest = gl.where(row < num_rows, LOWEST, -LOWEST)
     seen = position + row
     # Dead rows count as rows that follow: what they see does not matter.
-    uncut, uncut_end = _uncut_tiles(position, num_rows, TILE, WINDOW)
+    uncut, uncut_end = uncut_tiles(position, num_rows, TILE, WINDOW)
 
     weights, top, total = _first_weights(
         q_memory, tiles, full, free, 2 * count, begin, seen, uncut, uncut_end, lowest, scale,

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import pytest
 import torch
 
-from helpers.compiled import Launched, compile_launches, unused_barriers
+from helpers.compiled import Launched, compile_launches, orders_of_sums, unused_barriers
 from helpers.gluon_interpreter import interpreted
 from sametoken.ops.backend import AttentionRows, AttentionShape, KeptRows, LayerKV, RowRuns
 from sametoken.ops.dispatch import attention_kernels
 from sametoken.ops.model.attention import hopper, hopper_tiles, schedule
 
 QWEN3 = AttentionShape(32, 8, 128)
+
+
+def _forms(table: hopper.HopperTable) -> list[hopper.HopperConfig]:
+    return [getattr(table, field.name) for field in fields(table)]
 
 
 @pytest.fixture
@@ -78,9 +83,7 @@ def test_parts_of_windows_hold_every_split_once_from_where_the_window_begins(win
 
 @pytest.mark.parametrize(
     "config",
-    sorted(
-        {c for t in hopper.TABLES.values() for c in (t.few, t.splits, t.narrow, t.wide)}, key=repr
-    ),
+    sorted({config for table in hopper.TABLES.values() for config in _forms(table)}, key=repr),
 )
 def test_every_split_holds_whole_tiles(config):
     assert all(size % config.tile == 0 for _, size in schedule.LEVELS)
@@ -88,13 +91,13 @@ def test_every_split_holds_whole_tiles(config):
 
 def test_launches_of_one_head_size_share_their_tile():
     for table in hopper.TABLES.values():
-        assert table.few.tile == table.splits.tile == table.narrow.tile == table.wide.tile
+        assert len({config.tile for config in _forms(table)}) == 1
 
 
 @pytest.mark.parametrize(
     ("num_runs", "width", "chosen"),
     [
-        (1, 1, "few"), (8, 4, "few"), (16, 1, "few"), (17, 1, "splits"), (256, 4, "splits"),
+        (8, 5, "few"), (16, 8, "few"), (17, 8, "splits"), (256, 5, "splits"),
         (8, 16, "few"), (64, 16, "narrow"), (1, 300, "narrow"), (1, 100, "few"), (1, 512, "wide"),
         (7, 300, "wide"), (2000, 1, "wide"),
     ],
@@ -105,9 +108,25 @@ def test_few_queries_are_spread_over_programs(num_runs, width, chosen):
     assert hopper.choose(num_runs, width, rows, QWEN3, 4096) == getattr(table, chosen)
 
 
+@pytest.mark.parametrize(
+    ("heads", "num_runs", "width", "chosen", "columns"),
+    [
+        ((32, 8), 1, 1, "few_columns", 8), ((32, 8), 4, 2, "few_columns", 8),
+        ((32, 8), 4, 4, "few_columns", 16), ((32, 8), 5, 1, "columns", 8),
+        ((32, 8), 256, 3, "columns", 16), ((28, 4), 8, 2, "few_columns", 16),
+        ((16, 1), 1, 1, "few_columns", 16), ((12, 4), 9, 5, "columns", 16),
+        ((32, 8), 1, 5, "few", 0), ((17, 1), 1, 1, "few", 0),
+    ],
+)  # fmt: skip
+def test_sixteen_queries_of_a_run_or_fewer_are_columns(heads, num_runs, width, chosen, columns):
+    shape = AttentionShape(*heads, 128)
+    config = replace(getattr(hopper.table_for(shape), chosen), columns=columns)
+    assert hopper.choose(num_runs, width, num_runs * width, shape, 4096) == config
+
+
 def test_results_of_splits_stay_within_their_memory():
-    assert hopper.choose(256, 4, 1024, QWEN3, 4096) == hopper.table_for(QWEN3).splits
-    assert hopper.choose(256, 4, 1024, QWEN3, 1 << 20) == hopper.table_for(QWEN3).wide
+    assert hopper.choose(256, 5, 1280, QWEN3, 4096) == hopper.table_for(QWEN3).splits
+    assert hopper.choose(256, 5, 1280, QWEN3, 1 << 20) == hopper.table_for(QWEN3).wide
 
 
 def test_rows_of_one_request_fill_no_chip_whatever_padding_is_beside_them():
@@ -157,10 +176,10 @@ def test_what_computes_attention_has_a_name(monkeypatch):
 @pytest.mark.parametrize(
     ("heads", "window", "forms", "sinks"),
     [
-        ((6, 2), 100, ("few", "splits", "wide"), None),
+        ((6, 2), 100, ("columns", "few", "splits", "wide"), None),
         # gpt-oss.
         ((64, 8), 128, ("splits", "narrow"), "torch.zeros(64)"),
-        ((64, 8), None, ("splits", "wide"), "torch.zeros(64)"),
+        ((64, 8), None, ("few_columns", "splits", "wide"), "torch.zeros(64)"),
     ],
 )
 def test_forms_compile_once_for_all_counts(heads, window, forms, sinks, tmp_path):
@@ -184,3 +203,22 @@ for count, width in ((1, 1), (2, 3), (16, 16), (17, 1)):
     compile_launches(code, tmp_path)
     assert len(list(tmp_path.rglob("*_kernel.ptx"))) == len(forms)
     assert not unused_barriers(tmp_path)
+
+
+@pytest.mark.parametrize("head_dim", hopper.TABLES)
+def test_weights_of_columns_are_added_in_the_order_of_rows(head_dim, tmp_path):
+    code = f"""
+from dataclasses import replace
+from sametoken.ops.model.attention import hopper
+from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RowRuns
+
+shape, at = AttentionShape(8, 2, {head_dim}), torch.zeros(1, dtype=torch.int64)
+kv = LayerKV(*torch.zeros(2, 2, 2, 64, {head_dim}, dtype=torch.bfloat16))
+q, table = torch.zeros(1, 8, {head_dim}, dtype=torch.bfloat16), hopper.table_for(shape)
+rows = AttentionRows(at, at, at, torch.zeros(2, 8, dtype=torch.int64), RowRuns.even(1, 1))
+for config in (table.narrow, table.columns, replace(table.few_columns, columns=8)):
+    hopper.attention(q, shape, rows, kv, hopper.counters(q.device), config=config)
+"""
+    compile_launches(code, tmp_path)
+    (as_rows,) = orders_of_sums(tmp_path, "rows_kernel")
+    assert orders_of_sums(tmp_path, "splits_kernel") == [as_rows, as_rows]

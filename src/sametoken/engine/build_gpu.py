@@ -46,6 +46,8 @@ EAGER = (
     *((None, 512, longest) for longest in (1, 2, 4, 8, 16, 32, 64, 128)),
     *((1, 64, longest) for longest in (1, 2, 3, 4, 6, 9, 10, 14, 18, 24, 36, 48)),
     *((1, 512, longest) for longest in (8, 12)),
+    # Just more query tiles than the smallest block of them, whose results have memory.
+    *((129, 576, longest) for longest in (3, 5, 9)),
     (1, 1024, 48),
 )
 
@@ -195,7 +197,7 @@ def eager_shapes(
     mixes = [(n, 1, rows, width, rows) for n in counts for width in widths]
     mixes += [(0, 1, max_rows, 1, max_rows), (1, 1, max_rows, k + 1, max_rows)]
     for prompts, rows, longest in EAGER:
-        count = prompts or most
+        count = min(prompts or most, most)
         mixes.append((1, count, max(min(rows, max_rows), count), k + 1, longest))
     shapes = (
         StepShape(windows + chunks, rows, 1, windows, width, longest, all_states)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -58,6 +59,47 @@ def microseconds(
             call(operand)
 
     return min(replayed(launch, replays)) * 1e3 / len(operands)
+
+
+class Sustained(NamedTuple):
+    """A call again and again, when the chip is as warm as under load: one call's time, and power.
+
+    Attributes:
+        microseconds: of one call.
+        watts: of the chip.
+    """
+
+    microseconds: float
+    watts: float
+
+
+def sustained(
+    call: Callable[[Operand], object], operands: Sequence[Operand], seconds: float = 0.8
+) -> Sustained:
+    """Run a graph with one call per operand for ``seconds``, after half as long unmeasured.
+
+    A chip at its power limit lowers its clock, so what saves power is faster then.
+    """
+    import pynvml
+
+    pynvml.nvmlInit()
+    chip = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+    graph = graph_of(lambda: [call(operand) for operand in operands])
+
+    def run(for_seconds: float) -> tuple[int, float, float]:
+        """Replays, their seconds, and joules."""
+        joules, begun, replays = pynvml.nvmlDeviceGetTotalEnergyConsumption(chip), time.time(), 0
+        while time.time() - begun < for_seconds:
+            for _ in range(20):
+                graph.replay()
+            torch.cuda.synchronize()
+            replays += 20
+        used = pynvml.nvmlDeviceGetTotalEnergyConsumption(chip) - joules
+        return replays, time.time() - begun, used / 1e3
+
+    run(seconds / 2)
+    replays, elapsed, joules = run(seconds)
+    return Sustained(1e6 * elapsed / (replays * len(operands)), joules / elapsed)
 
 
 def compile_in_parallel() -> None:

@@ -1,10 +1,12 @@
 """Time attention on Hopper by launch form, beside the Triton form, and compare bits.
 
     python benchmarks/kernels/hopper_gpu.py [--heads 64|128|256] [--window POSITIONS] [--sinks]
+        [--sustained]
 
 Times are of one layer, inside a CUDA graph over several layers' KV, so KV comes from memory.
 Beside them: the time to read KV once at 4.2 TB/s, and that of the products at 650 TFLOP/s. ``!``
-marks bits that differ from those of the first form.
+marks bits that differ from those of the first form. With ``--sustained`` each form runs for a
+second, and watts stand beside its time.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from graph_times import microseconds
+from graph_times import microseconds, sustained
 
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RowRuns
 from sametoken.ops.model.attention import hopper, triton
@@ -106,17 +108,32 @@ class Scene:
         self.q = torch.randn(size, dtype=torch.bfloat16, device="cuda")
 
 
+def forms_of(shape: AttentionShape, case: Case) -> dict[str, hopper.HopperConfig | None]:
+    """Launch forms by name, of columns where a run has few queries."""
+    table = hopper.table_for(shape)
+    queries = max(case.widths) * shape.num_heads // shape.num_kv_heads
+    columns: dict[str, hopper.HopperConfig | None] = {}
+    if queries <= hopper.MOST_COLUMNS:
+        size = 8 if queries <= 8 else hopper.MOST_COLUMNS
+        columns["few columns"] = replace(table.few_columns, columns=size)
+        columns["columns"] = replace(table.columns, columns=size)
+    return {
+        "chosen": None, **columns, "few": table.few, "splits": table.splits,
+        "narrow": table.narrow, "wide": table.wide,
+    }  # fmt: skip
+
+
 def time_case(
-    shape: AttentionShape, case: Case, arrived: torch.Tensor, sinks: torch.Tensor | None
+    shape: AttentionShape,
+    case: Case,
+    arrived: torch.Tensor,
+    sinks: torch.Tensor | None,
+    *,
+    is_sustained: bool,
 ) -> None:
     """One line: every form's time."""
-    scene, table = Scene(shape, case), hopper.table_for(shape)
-    forms = {
-        "chosen": None, "few": table.few, "splits": table.splits, "narrow": table.narrow,
-        "wide": table.wide,
-    }  # fmt: skip
-    expected, times = None, []
-    for name, config in forms.items():
+    scene, expected, times = Scene(shape, case), None, []
+    for name, config in forms_of(shape, case).items():
 
         def attend(kv: LayerKV, config: hopper.HopperConfig | None = config) -> torch.Tensor:
             return hopper.attention(scene.q, shape, scene.rows, kv, arrived, sinks, config=config)
@@ -124,7 +141,11 @@ def time_case(
         out = attend(scene.layers[0])
         expected = out if expected is None else expected
         wrong = "" if torch.equal(out, expected) else "!"
-        times.append(f"{name} {microseconds(attend, scene.layers):.1f}{wrong}")
+        if is_sustained:
+            found = sustained(attend, scene.layers)
+            times.append(f"{name} {found.microseconds:.1f}{wrong} at {found.watts:.0f} W")
+        else:
+            times.append(f"{name} {microseconds(attend, scene.layers):.1f}{wrong}")
     other = microseconds(
         lambda kv: triton.attention(scene.q, shape, scene.rows, kv, sinks), scene.layers
     )
@@ -142,6 +163,7 @@ def main() -> None:
     parser.add_argument("--heads", choices=SHAPES, default="128")
     parser.add_argument("--window", type=int, metavar="POSITIONS")
     parser.add_argument("--sinks", action="store_true")
+    parser.add_argument("--sustained", action="store_true")
     arguments = parser.parse_args()
     shape = replace(SHAPES[arguments.heads], sliding_window=arguments.window)
     sinks = torch.randn(shape.num_heads, device="cuda") if arguments.sinks else None
@@ -149,7 +171,7 @@ def main() -> None:
     arrived = hopper.counters(torch.device("cuda"))
     torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cuda")
     for case in cases():
-        time_case(shape, case, arrived, sinks)
+        time_case(shape, case, arrived, sinks, is_sustained=arguments.sustained)
     assert not arrived.any()
 
 

@@ -130,7 +130,7 @@ class DifferentiableKernels:
         """See ``Packing.pack``; ``weight`` carries gradients to the parameters."""
         return DifferentiableWeight(self._kernels.pack(weight.detach()), weight)
 
-    def whole_layer(self, parts: LayerParts) -> None:
+    def whole_layers(self, parts: Sequence[LayerParts | None]) -> None:
         """None: gradients go through a layer's operations one by one."""
 
     def pack_experts(

@@ -95,12 +95,16 @@ def with_wide_norms(
     return WideNormAttention(attention, weights.parallel, q_norm, k_norm, ranks)
 
 
-def layer_parts(attention: Block, norm: BlockNorm, mlp: Block) -> LayerParts | None:
+def layer_parts(
+    attention: Block, norm: BlockNorm, mlp: Block, following: BlockNorm
+) -> LayerParts | None:
     """A layer of these blocks as a backend may run it in one call; None: it has others."""
     if not (isinstance(attention, Attention) and isinstance(mlp, GatedMLP)):
         return None
     qkv, output, down = attention.qkv, attention.output, mlp.down
-    if not (isinstance(output, Linear) and isinstance(down, Linear) and isinstance(norm, RMSNorm)):
+    if not (isinstance(output, Linear) and isinstance(down, Linear)):
+        return None
+    if not (isinstance(norm, RMSNorm) and isinstance(following, RMSNorm)):
         return None
     return LayerParts(
         attention.shape,
@@ -112,6 +116,7 @@ def layer_parts(attention: Block, norm: BlockNorm, mlp: Block) -> LayerParts | N
         norm,
         mlp.gate_up.weight,
         down.weight,
+        following,
     )
 
 

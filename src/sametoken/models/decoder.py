@@ -32,7 +32,7 @@ from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import AttentionRows, KeptRows, QKNorm, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
-from sametoken.ops.layer import WHOLE_LAYER_ROWS, WholeLayer
+from sametoken.ops.layer import WHOLE_LAYER_ROWS, LayerParts
 from sametoken.ops.model.recurrent.rule import RecurrentPass
 from sametoken.ops.weight import Normed, UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
@@ -49,17 +49,12 @@ ENCODER_PREFIXES = (*_ENCODERS, *(f"model.{prefix}" for prefix in _ENCODERS))
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer(Matrices):
-    """One layer: norm, attention or another token mixer, norm, MLP.
-
-    Attributes:
-        whole: all of it in one call, for few rows; None: the backend or the blocks have none.
-    """
+    """One layer: norm, attention or another token mixer, norm, MLP."""
 
     input_norm: BlockNorm
     attention: Block
     post_attention_norm: BlockNorm
     mlp: Block
-    whole: WholeLayer | None = None
 
     def __call__(
         self,
@@ -70,10 +65,6 @@ class DecoderLayer(Matrices):
         kept: KeptRows | None = None,
     ) -> tuple[Normed, Tensor]:
         """See ``Layer``."""
-        if self.whole is not None and kept is None and x.shape[0] <= WHOLE_LAYER_ROWS:
-            assert isinstance(x, Tensor)
-            assert isinstance(following, RMSNorm)
-            return self.whole(x, residual, following, *cache)
         attended = self.attention(x, *cache, kept=kept)
         x, residual = self.post_attention_norm.add(attended, kept_of(residual, kept))
         return following.add(self.mlp(x), residual)
@@ -156,6 +147,8 @@ class Decoder:
         self.layers = tuple(self._load_layer(weights, *each) for each in enumerate(self.rotaries))
         self.final_norm = self._load_norm(weights, f"{self._prefix}.{self.final_norm_name}")
         self.head = self._load_head(weights)
+        # Of few rows, layers that the backend runs in one call, if it has any.
+        self._whole = self.kernels.whole_layers([*map(self._parts_of, range(len(self.layers)))])
         weights.require_all_read(allowed=DERIVED_TENSORS, unused=self._unused())
 
     def reloaded(self, weights: WeightReader) -> Decoder:
@@ -248,14 +241,23 @@ class Decoder:
         num_rows, hidden_size = residual.shape
         auxiliary = residual.new_empty(num_rows, len(self._aux_layers) * hidden_size)
         x = self.layers[0].input_norm(residual)
-        for index, layer in enumerate(self.layers):
+        index, count = 0, len(self.layers)
+        while index < count:
             self._keep(auxiliary, index, residual)
+            end = self._end_of_call(index, num_rows, count if kept is None else count - 1)
+            if self._whole is not None and end > index:
+                assert isinstance(x, Tensor)
+                x, residual = self._whole(x, residual, range(index, end), rows, cache.layers)
+                index = end
+                continue
             of_layer = step if isinstance(self.caches[index], Recurrent) else rows
+            following = self._norm_after(index)
             # Only the last layer may drop rows: an earlier one's outputs become the next one's KV.
-            wanted = kept if index + 1 == len(self.layers) else None
-            x, residual = layer(
-                x, residual, self._norm_after(index), of_layer, *memory[index], kept=wanted
+            wanted = kept if index + 1 == count else None
+            x, residual = self.layers[index](
+                x, residual, following, of_layer, *memory[index], kept=wanted
             )
+            index += 1
         self._keep(auxiliary, len(self.layers), residual)
         if step is not None:
             step.finish()
@@ -320,6 +322,24 @@ class Decoder:
         """Prefixes of tensor names that this checkpoint may have, and that are not read."""
         return self.unused_prefixes + (ENCODER_PREFIXES if self.config.also_sees else ())
 
+    def _parts_of(self, index: int) -> LayerParts | None:
+        """A layer as a backend may run it in one call; None: it cannot."""
+        layer = self.layers[index]
+        if type(layer) is not DecoderLayer:
+            return None
+        norms = layer.post_attention_norm, self._norm_after(index)
+        return layer_parts(layer.attention, norms[0], layer.mlp, norms[1])
+
+    def _end_of_call(self, index: int, num_rows: int, limit: int) -> int:
+        """The layer after those that one call runs from ``index`` on, up to ``limit``; itself if
+        there are none.
+        """
+        if self._whole is None or num_rows > WHOLE_LAYER_ROWS:
+            return index
+        # A residual stream that is kept is that between two calls.
+        kept = (layer for layer in self._aux_layers if layer > index)
+        return min(self._whole.ends[index], limit, *kept)
+
     def _norm_after(self, index: int) -> BlockNorm:
         last = index + 1 == len(self.layers)
         return self.final_norm if last else self.layers[index + 1].input_norm
@@ -351,9 +371,7 @@ class Decoder:
         names = ("input_layernorm", "post_attention_layernorm")
         norms = (self._load_norm(weights, f"{prefix}.{name}") for name in names)
         norm, between = norms_before(attention, mlp, *norms)
-        parts = layer_parts(attention, between, mlp)
-        whole = None if parts is None else weights.kernels.whole_layer(parts)
-        return DecoderLayer(norm, attention, between, mlp, whole)
+        return DecoderLayer(norm, attention, between, mlp)
 
     def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
         return self._self_attention(weights, index, rotary)

@@ -1,13 +1,14 @@
-"""A whole decoder layer, for backends that run it in one call."""
+"""Whole decoder layers, for backends that run them in one call."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, Norm, QKNorm, RotaryTable
+from sametoken.ops.backend import AttentionRows, AttentionShape, Norm, QKNorm, RotaryTable
 from sametoken.ops.weight import Weight
 
 #: More rows take so long that the calls of single operations do not count.
@@ -23,6 +24,7 @@ class LayerParts:
         qkv, output: the projections of attention, with their biases.
         norm: of the residual stream between the two.
         gate_up, down: the projections of the MLP, without biases.
+        following: the norm of the residual stream after the layer.
     """
 
     shape: AttentionShape
@@ -34,13 +36,35 @@ class LayerParts:
     norm: Norm
     gate_up: Weight
     down: Weight
+    following: Norm
 
 
-class WholeLayer(Protocol):
-    """A layer in one call, with the bits of its operations one by one."""
+class WholeLayers(Protocol):
+    """Successive layers in one call, with the bits of their operations one by one."""
+
+    @property
+    def ends(self) -> Sequence[int]:
+        """By layer, the one after the last of a call that begins with it; itself: none may."""
+        ...
 
     def __call__(
-        self, x: Tensor, residual: Tensor, following: Norm, rows: AttentionRows, kv: LayerKV
+        self,
+        x: Tensor,
+        residual: Tensor,
+        layers: range,
+        rows: AttentionRows,
+        memory: Sequence[object],
     ) -> tuple[Tensor, Tensor]:
-        """Run at most ``WHOLE_LAYER_ROWS`` rows; otherwise as ``layers.residual.Layer``."""
+        """Run these layers over at most ``WHOLE_LAYER_ROWS`` rows.
+
+        Args:
+            x: [T, hidden], the first layer's norm of ``residual``; its memory is reused.
+            residual: [T, hidden]; likewise.
+            layers: within ``ends``.
+            rows: of the pass.
+            memory: of every layer of the model, ``LayerKV`` where a layer is run.
+
+        Returns:
+            The last layer's ``following`` of the residual stream after it, and that stream.
+        """
         ...

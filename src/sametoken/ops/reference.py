@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sametoken.ops.backend import AttentionRows, AttentionShape, Kernels, Norm, SampledRows
-from sametoken.ops.layer import LayerParts, WholeLayer
+from sametoken.ops.layer import LayerParts, WholeLayers
 from sametoken.ops.model import activation, moe, norm_rope
 from sametoken.ops.model import embedding as embedding_reference
 from sametoken.ops.model import partial_sum as partial_sum_op
@@ -79,7 +79,7 @@ class ComposedKernels:
     def require_integer_experts(self) -> None:
         """Accept them."""
 
-    def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
+    def whole_layers(self, parts: Sequence[LayerParts | None]) -> WholeLayers | None:
         return None
 
     def stack(self: Kernels, weights: Sequence[Weight]) -> StackedWeight:

@@ -228,7 +228,7 @@ class TritonKernels:
             "use load_format 'gguf', which expands them, or device 'cpu'",
         )
 
-    def whole_layer(self, parts: LayerParts) -> None:
+    def whole_layers(self, parts: Sequence[LayerParts | None]) -> None:
         """None: captured graphs launch a step's kernels at once."""
 
     def stack(self, weights: Sequence[Weight]) -> StackedWeight:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sametoken.ops.layer import LayerParts, WholeLayer
+    from sametoken.ops.layer import LayerParts, WholeLayers
     from sametoken.ops.model.low_rank import AdaptedWeight, Room, RowAdapters
     from sametoken.ops.model.low_rank_experts import AdaptedExperts, ExpertSizes
 
@@ -348,8 +348,8 @@ class Packing(Protocol):
         """
         ...
 
-    def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
-        """A layer that this backend runs in one call; None: it has none for these parts."""
+    def whole_layers(self, parts: Sequence[LayerParts | None]) -> WholeLayers | None:
+        """Layers that this backend runs in one call; None: it has none for any of these parts."""
         ...
 
     def stack(self, weights: Sequence[Weight]) -> Weight:

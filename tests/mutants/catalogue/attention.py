@@ -16,7 +16,7 @@ from sametoken.ops.model.attention import tiles
 from sametoken.ops.model.attention import triton as attention_triton
 from sametoken.ops.model.attention.arithmetic import with_sink
 from sametoken.ops.model.attention.kv import as_read
-from sametoken.ops.native.layer import NativeLayer
+from sametoken.ops.native.layer import NativeLayers
 from sametoken.ops.reference import ComposedKernels, ReferenceKernels
 
 WHOLE_LAYER = (
@@ -43,10 +43,10 @@ FLOAT8_ROWS = (
 def a_layer_in_one_call_sees_more(patch: pytest.MonkeyPatch) -> None:
     """Few rows see positions that the same rows in a longer chunk do not."""
 
-    @instead_of(patch, NativeLayer, "__init__")
+    @instead_of(patch, NativeLayers, "__init__")
     def mutant(init, self, library, parts, dtype):
-        everything = replace(parts.shape, sliding_window=None)
-        init(self, library, replace(parts, shape=everything), dtype)
+        unbounded = [replace(one, shape=replace(one.shape, sliding_window=None)) for one in parts]
+        init(self, library, unbounded, dtype)
 
 
 @triton.jit

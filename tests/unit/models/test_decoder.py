@@ -7,9 +7,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from helpers.forward import CPU, Bench, load
+from helpers.forward import CPU, Bench, OneRun, load
 from helpers.rows import ragged_rows
 from sametoken.ops.dispatch import select_kernels
+from sametoken.ops.layer import WHOLE_LAYER_ROWS
 from sametoken.ops.reference import ReferenceKernels
 
 transformers_logging.disable_progress_bar()
@@ -59,6 +60,51 @@ def test_without_auxiliary_layers_there_are_none(theirs_and_path):
     hidden = Bench(load(theirs_and_path[1])).run(PROMPT, 0)
     assert hidden.auxiliary.shape == (len(PROMPT), 0)
     assert hidden.auxiliary.dtype == hidden.last.dtype
+
+
+def calls_of_layers(model, monkeypatch) -> list[tuple[int, int, int]]:
+    """Where the model's calls of whole layers are noted: their rows, first layer and end."""
+    calls, whole = [], model._whole
+
+    class Noted:
+        ends = whole.ends
+
+        def __call__(self, x, residual, layers, *of_pass):
+            calls.append((len(x), layers.start, layers.stop))
+            return whole(x, residual, layers, *of_pass)
+
+    monkeypatch.setattr(model, "_whole", Noted())
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "aux_layers", "expected"),
+    [
+        (1, (), [(1, 0, NUM_LAYERS)]),
+        (WHOLE_LAYER_ROWS, (), [(WHOLE_LAYER_ROWS, 0, NUM_LAYERS)]),
+        (WHOLE_LAYER_ROWS + 1, (), []),
+        (2, (3, 1), [(2, 0, 1), (2, 1, 3), (2, 3, NUM_LAYERS)]),
+        (2, (0, NUM_LAYERS), [(2, 0, NUM_LAYERS)]),
+    ],
+)
+def test_few_rows_run_whole_layers_between_the_states_that_are_kept(
+    theirs_and_path, num_rows, aux_layers, expected, monkeypatch
+):
+    model = load(theirs_and_path[1], select_kernels(CPU), aux_layers=aux_layers)
+    calls, bench = calls_of_layers(model, monkeypatch), Bench(model, num_slots=num_rows)
+    runs = [(slot, 0, 1) for slot in range(num_rows)]
+    rows = ragged_rows(runs, bench.sequences.block_table, bench.sequences.block_size)
+    model.forward(torch.arange(num_rows) % 50, rows, bench.kv)
+    assert calls == expected
+
+
+def test_the_last_layer_is_apart_where_it_drops_rows(theirs_and_path, monkeypatch):
+    model = load(theirs_and_path[1], select_kernels(CPU))
+    expected = OneRun(model, max_len=64).run(PROMPT, 0).last[[3, 22]]
+    calls = calls_of_layers(model, monkeypatch)
+    found = OneRun(model, max_len=64).run(PROMPT, 0, kept=[3, 22])
+    assert calls == [(len(PROMPT), 0, NUM_LAYERS - 1)]
+    assert torch.equal(found.last, expected)
 
 
 @pytest.mark.parametrize("kernels", BACKENDS, ids=lambda kernels: kernels.name)

@@ -22,7 +22,7 @@ from sametoken.ops.layer import LayerParts
 from sametoken.ops.model.low_rank import AdaptedWeight, Room, RowAdapters, SeparateUpdates
 from sametoken.ops.model.recurrent.rule import Folded
 from sametoken.ops.native.latent import LatentOperations
-from sametoken.ops.native.layer import NativeLayer, norm_is_bf16, stored_form
+from sametoken.ops.native.layer import NativeLayers, norm_is_bf16, stored_form
 from sametoken.ops.native.library import NativeLibrary, WeightMemory, load_library
 from sametoken.ops.native.recurrent import NativePass
 from sametoken.ops.native.weights import (
@@ -92,8 +92,8 @@ class NativeKernels(LatentOperations, ComposedKernels):
     def pack_integers(self, matrix: IntegerMatrix, dtype: torch.dtype) -> QuantizedWeight:
         return pack_integers(self._library, self._memory, matrix, dtype)
 
-    def whole_layer(self, parts: LayerParts) -> NativeLayer | None:
-        return NativeLayer.of(self._library, parts)
+    def whole_layers(self, parts: Sequence[LayerParts | None]) -> NativeLayers | None:
+        return NativeLayers.of(self._library, parts)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._normed(x.contiguous(), None, weight, eps)

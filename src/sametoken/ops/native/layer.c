@@ -1,4 +1,4 @@
-/* A decoder layer of attention and a gated MLP in one call.
+/* Decoder layers of attention and a gated MLP in one call.
  *
  * It runs the kernels of separate calls, in their order, so it has their bits. What it saves is
  * the calls: of one row they take longer than the smaller kernels (ops/native/layer.py). */
@@ -24,11 +24,17 @@ typedef struct {
 
 typedef struct {
     matrix qkv, output, gate_up, down;
-    norm after_attention, of_queries, of_keys; /* the latter two may lack weights */
+    norm after_attention, following, of_queries, of_keys; /* the latter two may lack weights */
     const float *cos, *sin, *sinks;
     int64_t heads, kv_heads, dim, half, window, bf16;
     float scale;
 } layer;
+
+/* A layer's keys and values. */
+typedef struct {
+    void *keys, *values;
+    const float *k_scales, *v_scales;
+} memory;
 
 static int64_t product(const matrix *w, const void *x, void *out, int64_t t, int64_t bf16) {
     if (w->kind == QUANTIZED)
@@ -42,13 +48,10 @@ static int64_t product(const matrix *w, const void *x, void *out, int64_t t, int
 
 static _Thread_local buffer own;
 
-/* x is the norm of residual; both become those of the layer's output. Returns 0 if memory lacks. */
-EXPORT int64_t decoder_layer(const layer *l, void *x, void *residual, const void *next_weight,
-                             float next_eps, int64_t next_bf16, const int64_t *positions,
-                             const int64_t *slots, const int64_t *kv_slots,
-                             const int64_t *block_table, int64_t max_blocks, void *keys,
-                             void *values, const float *k_scales, const float *v_scales,
-                             int64_t block_size, int64_t e4m3, int64_t t) {
+static int64_t decoder_layer(const layer *l, const memory *kv, void *x, void *residual,
+                             const int64_t *positions, const int64_t *slots,
+                             const int64_t *kv_slots, const int64_t *block_table,
+                             int64_t max_blocks, int64_t block_size, int64_t e4m3, int64_t t) {
     int64_t hidden = l->output.n, inner = l->down.k, bf16 = l->bf16, size = bf16 ? 2 : 4;
     /* One after the other: q, k and v; queries; attended values. Or gate and up; their product. */
     int64_t q_bytes = t * l->output.k * size, qkv_bytes = t * l->qkv.n * size;
@@ -56,13 +59,13 @@ EXPORT int64_t decoder_layer(const layer *l, void *x, void *residual, const void
     if (!first) return 0;
     char *queries = first + qkv_bytes, *attended = queries + q_bytes;
     if (!product(&l->qkv, x, first, t, bf16)) return 0;
-    rope_and_cache(first, queries, keys, values, l->cos, l->sin, positions, kv_slots,
-                   l->of_queries.weight, l->of_keys.weight, k_scales, v_scales, l->of_queries.eps,
-                   t, l->heads, l->kv_heads, l->dim, l->half, block_size, e4m3, bf16,
-                   l->of_queries.bf16);
-    if (!attention(queries, keys, values, l->sinks, k_scales, v_scales, attended, positions, slots,
-                   block_table, t, l->heads, l->kv_heads, l->dim, l->dim, block_size, max_blocks,
-                   l->window, e4m3, l->scale, bf16))
+    rope_and_cache(first, queries, kv->keys, kv->values, l->cos, l->sin, positions, kv_slots,
+                   l->of_queries.weight, l->of_keys.weight, kv->k_scales, kv->v_scales,
+                   l->of_queries.eps, t, l->heads, l->kv_heads, l->dim, l->half, block_size, e4m3,
+                   bf16, l->of_queries.bf16);
+    if (!attention(queries, kv->keys, kv->values, l->sinks, kv->k_scales, kv->v_scales, attended,
+                   positions, slots, block_table, t, l->heads, l->kv_heads, l->dim, l->dim,
+                   block_size, max_blocks, l->window, e4m3, l->scale, bf16))
         return 0;
     if (!product(&l->output, attended, x, t, bf16)) return 0;
     add_rms_norm(x, residual, l->after_attention.weight, t, hidden, l->after_attention.eps, bf16,
@@ -71,6 +74,20 @@ EXPORT int64_t decoder_layer(const layer *l, void *x, void *residual, const void
     if (!product(&l->gate_up, x, first, t, bf16)) return 0;
     silu_mul(first, gated, t, inner, bf16);
     if (!product(&l->down, gated, x, t, bf16)) return 0;
-    add_rms_norm(x, residual, next_weight, t, hidden, next_eps, bf16, next_bf16);
+    add_rms_norm(x, residual, l->following.weight, t, hidden, l->following.eps, bf16,
+                 l->following.bf16);
+    return 1;
+}
+
+/* x is the norm of residual; both become those of the last layer's output. Returns 0 if memory
+ * lacks. */
+EXPORT int64_t decoder_layers(const layer *layers, const memory *kv, int64_t count, void *x,
+                              void *residual, const int64_t *positions, const int64_t *slots,
+                              const int64_t *kv_slots, const int64_t *block_table,
+                              int64_t max_blocks, int64_t block_size, int64_t e4m3, int64_t t) {
+    for (int64_t i = 0; i < count; i++)
+        if (!decoder_layer(layers + i, kv + i, x, residual, positions, slots, kv_slots, block_table,
+                           max_blocks, block_size, e4m3, t))
+            return 0;
     return 1;
 }

@@ -1,18 +1,20 @@
-"""A decoder layer in one call of C (layer.c).
+"""Decoder layers in one call of C (layer.c).
 
-A call from Python takes 4 to 10 µs, with its checks and the memory of its result: the nine of a
-layer took a quarter of a small model's step.
+A call from Python takes 4 to 20 µs, with its checks and the memory of its result: the nine of a
+layer took a quarter of a small model's step, and one for each of 30 layers a tenth.
 """
 
 from __future__ import annotations
 
 import ctypes
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from sametoken.ops.backend import AttentionRows, LayerKV, Norm
+from sametoken.ops.backend import AttentionRows, LayerKV
 from sametoken.ops.layer import LayerParts
 from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.ops.native.library import NativeLibrary
@@ -43,7 +45,7 @@ class _Norm(ctypes.Structure):
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, _Matrix) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, _Norm) for name in ("after_attention", "of_queries", "of_keys")),
+        *((name, _Norm) for name in ("after_attention", "following", "of_queries", "of_keys")),
         *((name, ctypes.c_void_p) for name in ("cos", "sin", "sinks")),
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "half", "window")),
         ("bf16", ctypes.c_int64),
@@ -51,85 +53,133 @@ class _Layer(ctypes.Structure):
     )
 
 
-class NativeLayer:
-    """``WholeLayer`` in C.
+class _Memory(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("keys", "values", "k_scales", "v_scales"))
 
-    Not a dataclass: its tensors are those of its layer, and are not to be found twice.
+
+class NativeLayers:
+    """``WholeLayers`` in C.
+
+    Not a dataclass: its tensors are those of its layers, and are not to be found twice.
 
     Args:
         library: of the kernels.
-        parts: the layer; its addresses are taken now, as on a CPU they stay.
+        parts: by layer; None where C has not all its products. Addresses are taken now, as on a
+            CPU they stay, and those of keys and values in the first pass over them.
         dtype: of the activations.
     """
 
-    __slots__ = ("_address", "_dtype", "_layer", "_parts", "_run")
+    __slots__ = ("_described", "_dtype", "_first", "_layers", "_memory", "_parts", "_run", "ends")
 
-    def __init__(self, library: NativeLibrary, parts: LayerParts, dtype: torch.dtype) -> None:
-        self._run, self._parts, self._dtype = library.decoder_layer, parts, dtype
-        shape, rotary, norm, qk_norm = parts.shape, parts.rotary, parts.norm, parts.qk_norm
-        for table in (rotary.cos, rotary.sin, parts.sinks):
-            if table is not None:
-                require(table, torch.float32)
-        self._layer = _Layer(
-            qkv=_matrix(*parts.qkv),
-            output=_matrix(*parts.output),
-            gate_up=_matrix(parts.gate_up),
-            down=_matrix(parts.down),
-            after_attention=_norm(norm.weight, norm.eps, dtype),
-            of_queries=_Norm() if qk_norm is None else _norm(qk_norm.q_weight, qk_norm.eps, dtype),
-            of_keys=_Norm() if qk_norm is None else _norm(qk_norm.k_weight, qk_norm.eps, dtype),
-            cos=rotary.cos.data_ptr(),
-            sin=rotary.sin.data_ptr(),
-            sinks=None if parts.sinks is None else parts.sinks.data_ptr(),
-            heads=shape.num_heads,
-            kv_heads=shape.num_kv_heads,
-            dim=shape.head_dim,
-            half=rotary.cos.shape[1],
-            window=shape.sliding_window or 0,
-            bf16=dtype is torch.bfloat16,
-            scale=shape.scale,
+    def __init__(
+        self, library: NativeLibrary, parts: Sequence[LayerParts | None], dtype: torch.dtype
+    ) -> None:
+        self._run, self._parts, self._dtype = library.decoder_layers, parts, dtype
+        self._layers = (_Layer * len(parts))(
+            *(_Layer() if one is None else _layer(one, dtype) for one in parts)
         )
-        self._address = ctypes.addressof(self._layer)
+        self._memory = (_Memory * len(parts))()
+        self._first = next(index for index, one in enumerate(parts) if one is not None)
+        # The first layer's keys of the memory that is described, as long as they live.
+        self._described: Callable[[], Tensor | None] = lambda: None
+        self.ends = _ends([one is not None for one in parts])
 
     @classmethod
-    def of(cls, library: NativeLibrary, parts: LayerParts) -> NativeLayer | None:
-        """The layer, if C has all its products."""
-        weights = (parts.qkv[0], parts.output[0], parts.gate_up, parts.down)
-        dtypes = {weight.dtype if _is_one_product(weight) else None for weight in weights}
-        dtype = dtypes.pop()
-        return None if dtypes or dtype is None else cls(library, parts, dtype)
+    def of(cls, library: NativeLibrary, parts: Sequence[LayerParts | None]) -> NativeLayers | None:
+        """The layers, if C has all products of any, which have one dtype."""
+        dtypes = [None if one is None else _dtype_of(one) for one in parts]
+        dtype = next((one for one in dtypes if one is not None), None)
+        if dtype is None:
+            return None
+        own = [one if of_one is dtype else None for one, of_one in zip(parts, dtypes, strict=True)]
+        return cls(library, own, dtype)
 
     def __call__(
-        self, x: Tensor, residual: Tensor, following: Norm, rows: AttentionRows, kv: LayerKV
+        self,
+        x: Tensor,
+        residual: Tensor,
+        layers: range,
+        rows: AttentionRows,
+        memory: Sequence[object],
     ) -> tuple[Tensor, Tensor]:
-        """See ``WholeLayer``."""
-        weight, table = following.weight, rows.block_table
+        """See ``WholeLayers``."""
+        kv, table = memory[self._first], rows.block_table
+        assert isinstance(kv, LayerKV)
         require(x, self._dtype)
         require(residual, self._dtype)
         require(table, torch.int64)
-        e4m3, scales = stored_form(x, kv)
+        if self._described() is not kv.keys:
+            self._describe(x, memory)
+            self._described = weakref.ref(kv.keys)
         done = self._run(
-            self._address,
+            ctypes.addressof(self._layers[layers.start]),
+            ctypes.addressof(self._memory[layers.start]),
+            len(layers),
             x.data_ptr(),
             residual.data_ptr(),
-            weight.data_ptr(),
-            following.eps,
-            norm_is_bf16(weight, self._dtype),
             rows.positions.data_ptr(),
             rows.slots.data_ptr(),
             rows.kv_slots.data_ptr(),
             table.data_ptr(),
             table.shape[1],
-            kv.keys.data_ptr(),
-            kv.values.data_ptr(),
-            *scales,
             kv.keys.shape[2],
-            e4m3,
+            kv.keys.dtype is FLOAT8,
             x.shape[0],
         )
         if not done:
             raise MemoryError(f"no memory for a layer of {x.shape[0]} rows")
         return x, residual
+
+    def _describe(self, x: Tensor, memory: Sequence[object]) -> None:
+        """Take the addresses of the layers' keys and values."""
+        for index, parts in enumerate(self._parts):
+            if parts is not None:
+                kv = memory[index]
+                assert isinstance(kv, LayerKV)
+                _, scales = stored_form(x, kv)
+                self._memory[index] = _Memory(kv.keys.data_ptr(), kv.values.data_ptr(), *scales)
+
+
+def _ends(whole: Sequence[bool]) -> tuple[int, ...]:
+    """``WholeLayers.ends`` of layers that are whole or not."""
+    ends = [len(whole)]
+    for index, is_whole in reversed([*enumerate(whole)]):
+        ends.append(max(ends[-1], index + 1) if is_whole else index)
+    return tuple(reversed(ends[1:]))
+
+
+def _dtype_of(parts: LayerParts) -> torch.dtype | None:
+    """The dtype of a layer's products; None if C has not all of them, or they have several."""
+    weights = (parts.qkv[0], parts.output[0], parts.gate_up, parts.down)
+    dtypes = {weight.dtype if _is_one_product(weight) else None for weight in weights}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _layer(parts: LayerParts, dtype: torch.dtype) -> _Layer:
+    shape, rotary, qk_norm = parts.shape, parts.rotary, parts.qk_norm
+    for table in (rotary.cos, rotary.sin, parts.sinks):
+        if table is not None:
+            require(table, torch.float32)
+    return _Layer(
+        qkv=_matrix(*parts.qkv),
+        output=_matrix(*parts.output),
+        gate_up=_matrix(parts.gate_up),
+        down=_matrix(parts.down),
+        after_attention=_norm(parts.norm.weight, parts.norm.eps, dtype),
+        following=_norm(parts.following.weight, parts.following.eps, dtype),
+        of_queries=_Norm() if qk_norm is None else _norm(qk_norm.q_weight, qk_norm.eps, dtype),
+        of_keys=_Norm() if qk_norm is None else _norm(qk_norm.k_weight, qk_norm.eps, dtype),
+        cos=rotary.cos.data_ptr(),
+        sin=rotary.sin.data_ptr(),
+        sinks=None if parts.sinks is None else parts.sinks.data_ptr(),
+        heads=shape.num_heads,
+        kv_heads=shape.num_kv_heads,
+        dim=shape.head_dim,
+        half=rotary.cos.shape[1],
+        window=shape.sliding_window or 0,
+        bf16=dtype is torch.bfloat16,
+        scale=shape.scale,
+    )
 
 
 def _is_one_product(weight: Weight) -> TypeGuard[PanelWeight | QuantizedWeight]:

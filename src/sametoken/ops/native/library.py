@@ -55,7 +55,7 @@ class NativeLibrary:
     gated_group_norm: Annotated[Callable[..., None], "ppppiiifii"]
     rope_and_cache: Annotated[Callable[..., None], "ppppppppppppfiiiiiiiii"]
     attention: Annotated[Callable[..., int], "ppppppppppiiiiiiiiifi"]
-    decoder_layer: Annotated[Callable[..., int], "ppppfi" + "ppppi" + "ppppii" + "i"]
+    decoder_layers: Annotated[Callable[..., int], "ppi" + "pp" + "ppppi" + "iii"]
     head_products: Annotated[Callable[..., None], "pppiiiiiiiii"]
     latent_rope_and_cache: Annotated[Callable[..., None], "ppppppppppf" + "iiii" + "iiiii" + "iiii"]
     sample: Annotated[Callable[..., int], "pppppppiiii"]

@@ -1,4 +1,4 @@
-"""A layer in one call of C: the bits of its operations one by one."""
+"""Layers in one call of C: the bits of their operations one by one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from sametoken.layers.parallel import SINGLE_RANK
 from sametoken.models.blocks import layer_parts
 from sametoken.models.decoder import DecoderLayer
 from sametoken.ops.backend import AttentionShape, LayerKV, QKNorm, RotaryTable
-from sametoken.ops.layer import WHOLE_LAYER_ROWS
 from sametoken.ops.model.attention.kv import KVScales
 from sametoken.ops.model.gemm.int4 import packed_int4
 from sametoken.ops.native.backend import NativeKernels
@@ -101,9 +100,20 @@ def layer_of(pack, dtype, *, biased=False, heads=False, sinks=False, shape=SHAPE
     return DecoderLayer(norm(dtype, 5, kernels), attention, norm(FP32, 6, kernels), mlp)
 
 
-def whole(layer: DecoderLayer, kernels=native):
-    parts = layer_parts(layer.attention, layer.post_attention_norm, layer.mlp)
-    return None if parts is None else kernels.whole_layer(parts)
+def whole(layers: list[DecoderLayer], following: RMSNorm, kernels=native):
+    """These layers in one call, the last before ``following``; None: none of them can be."""
+    norms = [*(layer.input_norm for layer in layers[1:]), following]
+    pairs = zip(layers, norms, strict=True)
+    return kernels.whole_layers(
+        [
+            layer_parts(one.attention, one.post_attention_norm, one.mlp, after)
+            for one, after in pairs
+        ]
+    )
+
+
+def is_whole(layer: DecoderLayer, kernels=native) -> bool:
+    return whole([layer], norm(layer.input_norm.weight.dtype, 9), kernels) is not None
 
 
 def last_rows(count: int) -> tuple[list[int], list[int]]:
@@ -112,20 +122,34 @@ def last_rows(count: int) -> tuple[list[int], list[int]]:
     return [slot for slot, _ in found], [at for _, at in found]
 
 
-def assert_same_bits(layer, make_scene, rows_of_slot, e4m3=False):
-    dtype, shape = layer.input_norm.weight.dtype, layer.attention.shape
+def assert_same_bits(layers, make_scene, rows_of_slot, e4m3=False):
+    """Of a pass over these layers, each with KV of its own, one by one and in one call."""
+    dtype, shape = layers[0].input_norm.weight.dtype, layers[0].attention.shape
     history = torch.randn(2, 3, 300, shape.num_kv_heads, shape.head_dim, generator=seeded(7))
+    last = norm(dtype, 9)
+
+    def one_by_one(x, residual, layers_of_call, rows, memory):
+        for index in layers_of_call:
+            following = layers[index + 1].input_norm if index + 1 < len(layers) else last
+            x, residual = layers[index](x, residual, following, rows, memory[index])
+        return x, residual
+
     found = []
-    for one in (layer, replace(layer, whole=whole(layer))):
-        scene = make_scene(shape, history.to(dtype), LENGTHS, 16, 0)
-        kv = scene.kv
-        if e4m3:
-            memory = (kv.keys.nan_to_num(0).to(torch.float8_e4m3fn) for kv in (kv, kv))
-            kv = LayerKV(*memory, KVScales(torch.tensor([0.5, 2.0]), torch.tensor([3.0, 0.25])))
+    for run in (one_by_one, whole(layers, last)):
+        memory = []
+        for _ in layers:
+            scene = make_scene(shape, history.to(dtype), LENGTHS, 16, 0)
+            kv = scene.kv
+            if e4m3:
+                stored = (kv.keys.nan_to_num(0).to(torch.float8_e4m3fn) for kv in (kv, kv))
+                kv = LayerKV(*stored, KVScales(torch.tensor([0.5, 2.0]), torch.tensor([3.0, 0.25])))
+            memory.append(kv)
         rows = scene.rows(*last_rows(rows_of_slot))
         residual = torch.randn(len(rows.slots), HIDDEN, generator=seeded(8)).to(dtype)
-        out = one(layer.input_norm(residual), residual, norm(dtype, 9), rows, kv)
-        found.append((*out, kv.keys.float().nan_to_num(99), kv.values.float().nan_to_num(99)))
+        x = layers[0].input_norm(residual)
+        out = run(x, residual, range(len(layers)), rows, memory)
+        kept = [one.float().nan_to_num(99) for kv in memory for one in (kv.keys, kv.values)]
+        found.append((*out, *kept))
     assert found[0][0].isfinite().all()
     for separate, at_once in zip(*found, strict=True):
         assert torch.equal(separate, at_once)
@@ -137,9 +161,9 @@ def assert_same_bits(layer, make_scene, rows_of_slot, e4m3=False):
 def test_a_whole_layer_has_the_bits_of_its_operations(name, dtype, threads, one_thread, make_scene):
     torch.set_num_threads(threads)
     layer = layer_of(FORMATS[name], dtype)
-    assert whole(layer) is not None
+    assert is_whole(layer)
     for rows_of_slot in (1, 4, 21):
-        assert_same_bits(layer, make_scene, rows_of_slot)
+        assert_same_bits([layer], make_scene, rows_of_slot)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
@@ -156,12 +180,39 @@ def test_a_whole_layer_has_the_bits_of_its_operations(name, dtype, threads, one_
     ids=["biases", "norms of heads", "sinks", "window", "score factor", "one KV head a head"],
 )
 def test_a_whole_layer_keeps_every_option(options, dtype, make_scene):
-    assert_same_bits(layer_of(plain, dtype, **options), make_scene, 3)
+    assert_same_bits([layer_of(plain, dtype, **options)], make_scene, 3)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_a_whole_layer_reads_and_writes_float8(dtype, make_scene):
-    assert_same_bits(layer_of(plain, dtype), make_scene, 2, e4m3=True)
+    assert_same_bits([layer_of(plain, dtype)], make_scene, 2, e4m3=True)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_layers_of_several_kinds_are_one_call(dtype, make_scene):
+    layers = [
+        layer_of(plain, dtype, heads=True),
+        layer_of(FORMATS["Q4"], dtype, shape=replace(SHAPE, sliding_window=33)),
+        replace(layer_of(FORMATS["Q8"], dtype, biased=True), input_norm=norm(FP32, 11)),
+    ]
+    assert whole(layers, norm(dtype, 9)).ends == (3, 3, 3)
+    for rows_of_slot in (1, 5):
+        assert_same_bits(layers, make_scene, rows_of_slot)
+
+
+def test_a_call_takes_the_addresses_of_other_memory(make_scene):
+    """An engine's memory may be another model's before: a draft model's that is its target."""
+    layers, last = [layer_of(plain, FP32), layer_of(plain, FP32, biased=True)], norm(FP32, 9)
+    run, found = whole(layers, last), []
+    history = torch.randn(2, 1, 9, 2, 16, generator=seeded(0))
+    for scale in (1, 2, 1):
+        scenes = [make_scene(SHAPE, scale * history, [9], 4, 0) for _ in layers]
+        residual, rows = torch.ones(1, HIDDEN), scenes[0].rows([0], [8])
+        memory = [scene.kv for scene in scenes]
+        x = layers[0].input_norm(residual)
+        found.append(run(x, residual, range(2), rows, memory)[0].clone())
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
 
 
 def test_options_change_the_result(make_scene):
@@ -172,29 +223,11 @@ def test_options_change_the_result(make_scene):
     layers += [layer_of(plain, FP32, **{name: True}) for name in ("biased", "heads", "sinks")]
     results = []
     for layer in layers:
-        residual = torch.ones(1, HIDDEN)
-        x, _ = whole(layer)(
-            layer.input_norm(residual), residual, norm(FP32, 9), scene.rows([0], [8]), scene.kv
-        )
+        residual, rows = torch.ones(1, HIDDEN), scene.rows([0], [8])
+        run = whole([layer], norm(FP32, 9))
+        x, _ = run(layer.input_norm(residual), residual, range(1), rows, [scene.kv])
         results.append(tuple(x[0].tolist()))
     assert len(set(results)) == len(layers)
-
-
-def test_many_rows_run_their_operations_one_by_one():
-    calls = []
-
-    def recording(x, residual, following, *cache):
-        calls.append(len(x))
-        return x, residual
-
-    class Nothing:
-        def __call__(self, x, *cache, kept=None):
-            return x
-
-    layer = DecoderLayer(norm(FP32, 5), Nothing(), norm(FP32, 6), Nothing(), whole=recording)
-    for rows in (1, WHOLE_LAYER_ROWS, WHOLE_LAYER_ROWS + 1):
-        layer(torch.ones(rows, HIDDEN), torch.ones(rows, HIDDEN), norm(FP32, 9))
-    assert calls == [1, WHOLE_LAYER_ROWS]
 
 
 class Own(QuantizedWeight):
@@ -205,16 +238,23 @@ def test_other_parts_have_no_whole_layer():
     layer = layer_of(plain, BF16)
     down = layer.mlp.down.weight
     divided = RowParallelLinear(native, SINGLE_RANK, down)
-    assert whole(replace(layer, mlp=replace(layer.mlp, down=divided))) is None
-    assert whole(replace(layer, mlp=lambda x: x)) is None
+    assert not is_whole(replace(layer, mlp=replace(layer.mlp, down=divided)))
+    assert not is_whole(replace(layer, mlp=lambda x: x))
     of_q8 = integers(8)(HIDDEN, INNER, BF16)
     permuted = replace(of_q8, order=torch.arange(INNER))
     own = Own(**{name: getattr(of_q8, name) for name in QuantizedWeight.__slots__})
     other_dtype = plain(HIDDEN, INNER, FP32)
     for weight in (permuted, own, other_dtype, ReferenceKernels().pack(torch.zeros(HIDDEN, INNER))):
-        assert whole(replace(layer, mlp=replace(layer.mlp, down=Linear(weight)))) is None
+        assert not is_whole(replace(layer, mlp=replace(layer.mlp, down=Linear(weight))))
     mixed = replace(layer, mlp=replace(layer.mlp, down=Linear(of_q8)))
-    assert whole(mixed) is not None
-    assert (
-        whole(layer_of(lambda *a: plain(*a, ReferenceKernels()), FP32), ReferenceKernels()) is None
-    )
+    assert is_whole(mixed)
+    reference = ReferenceKernels()
+    assert not is_whole(layer_of(lambda *a: plain(*a, reference), FP32), reference)
+
+
+def test_calls_end_before_other_layers():
+    layer, last = layer_of(plain, BF16), norm(BF16, 9)
+    other = replace(layer, mlp=lambda x: x)
+    layers = [other, layer, layer, other, layer_of(plain, FP32), layer]
+    assert whole(layers, last).ends == (0, 3, 3, 3, 4, 6)
+    assert whole([other, other], last) is None

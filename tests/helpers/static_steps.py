@@ -11,7 +11,7 @@ from sametoken.models.base import HiddenStates
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.sampling import sample_triton as sampling
 from sametoken.ops.sampling import truncation_triton as truncation_op
-from sametoken.ops.step import compact, reference
+from sametoken.ops.step import native, reference
 from sametoken.ops.step import triton as in_triton
 from sametoken.runner.adapters import AdaptedSteps
 from sametoken.runner.runner import EagerLauncher, StepRunner
@@ -20,7 +20,7 @@ from sametoken.types.layout import StepShape
 
 #: compact: as a CPU engine; static: the reference in static shapes, dead rows poisoned; kernels:
 #: the same by the Triton kernels of a step, under the interpreter.
-STEPS = {"compact": compact, "static": reference, "kernels": in_triton}
+STEPS = {"compact": native, "static": reference, "kernels": in_triton}
 
 #: Names the one that tests without a choice of their own run.
 CHOICE = "TEST_STEPS"

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sametoken.ops.step import compact, reference
+from sametoken.ops.step import compact, native, reference
 from sametoken.ops.step import triton as in_triton
 from sametoken.ops.step.types import LayoutTable
 from sametoken.state.sequences import Sequences
@@ -19,7 +19,7 @@ from sametoken.types.plan import ScheduledRequest, StepPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 #: Every implementation of ``StepOps``, and those whose shapes are static.
-ALL_OPS = {"compact": compact, "reference": reference, "triton": in_triton}
+ALL_OPS = {"compact": compact, "native": native, "reference": reference, "triton": in_triton}
 STATIC_OPS = {"reference": reference, "triton": in_triton}
 #: What may not be read: no token id, and no address of one.
 GARBAGE = 10**15

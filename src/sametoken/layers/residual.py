@@ -100,6 +100,29 @@ def kept_of(states: Tensor, kept: KeptRows | None) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class DecoderLayer(Matrices):
+    """One layer: norm, attention or another token mixer, norm, MLP."""
+
+    input_norm: BlockNorm
+    attention: Block
+    post_attention_norm: BlockNorm
+    mlp: Block
+
+    def __call__(
+        self,
+        x: Normed,
+        residual: Tensor,
+        following: BlockNorm,
+        *cache: Any,
+        kept: KeptRows | None = None,
+    ) -> tuple[Normed, Tensor]:
+        """See ``Layer``."""
+        attended = self.attention(x, *cache, kept=kept)
+        x, residual = self.post_attention_norm.add(attended, kept_of(residual, kept))
+        return following.add(self.mlp(x), residual)
+
+
+@dataclass(frozen=True, slots=True)
 class NormedAfter(Matrices):
     """A block whose output is normed before it is added to the residual stream."""
 

@@ -22,10 +22,11 @@ from sametoken.layers.feed_forward import (
 from sametoken.layers.linear import Linear, Projection, RowParallelLinear
 from sametoken.layers.norm import RMSNorm, RoundingNorm
 from sametoken.layers.parallel import TensorParallel
+from sametoken.layers.residual import DecoderLayer
 from sametoken.layers.share import Part, Split, share_of
 from sametoken.models.adapted_experts import ExpertPlaces, is_transposed
 from sametoken.models.adapter_factors import Adapter, RankShares, experts_of, module_name
-from sametoken.models.decoder import Decoder, DecoderLayer
+from sametoken.models.decoder import Decoder
 from sametoken.ops.model.low_rank import Factors, Room, RowAdapters, Update
 from sametoken.ops.model.low_rank_experts import ExpertSizes
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.layers.residual import Block, Layer
+from sametoken.layers.residual import Block, DecoderLayer, Layer
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_mlp
-from sametoken.models.decoder import Decoder, DecoderLayer
+from sametoken.models.decoder import Decoder
 from sametoken.models.layer_types import FULL, LINEAR
 from sametoken.models.load.settings import ANOTHER, COMPARE, MAX_LAYERS, Settings
 from sametoken.models.load.weights import WeightReader

@@ -12,7 +12,7 @@ from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm, RoundingNorm
 from sametoken.layers.normed_attention import WideNormAttention
-from sametoken.layers.residual import Block, BlockNorm
+from sametoken.layers.residual import Block, BlockNorm, DecoderLayer, Layer
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.models.load.weights import Part, Split, WeightReader
@@ -95,10 +95,11 @@ def with_wide_norms(
     return WideNormAttention(attention, weights.parallel, q_norm, k_norm, ranks)
 
 
-def layer_parts(
-    attention: Block, norm: BlockNorm, mlp: Block, following: BlockNorm
-) -> LayerParts | None:
-    """A layer of these blocks as a backend may run it in one call; None: it has others."""
+def layer_parts(layer: Layer, following: BlockNorm) -> LayerParts | None:
+    """A layer as a backend may run it in one call; None: it has other blocks."""
+    if type(layer) is not DecoderLayer:
+        return None
+    attention, norm, mlp = layer.attention, layer.post_attention_norm, layer.mlp
     if not (isinstance(attention, Attention) and isinstance(mlp, GatedMLP)):
         return None
     qkv, output, down = attention.qkv, attention.output, mlp.down

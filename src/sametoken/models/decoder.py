@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from sametoken.layers.attention import Attention
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import SINGLE_RANK, gather_columns
-from sametoken.layers.residual import Block, BlockNorm, Layer, Matrices, kept_of
+from sametoken.layers.residual import Block, BlockNorm, DecoderLayer, Layer
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.blocks import (
     Biases,
@@ -32,9 +32,9 @@ from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import AttentionRows, KeptRows, QKNorm, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
-from sametoken.ops.layer import WHOLE_LAYER_ROWS, LayerParts
+from sametoken.ops.layer import WHOLE_LAYER_ROWS
 from sametoken.ops.model.recurrent.rule import RecurrentPass
-from sametoken.ops.weight import Normed, UnquantizedWeight, Weight
+from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
 
 HEAD = "lm_head.weight"
@@ -45,29 +45,6 @@ TEXT_PREFIXES = ("model.language_model", "language_model.model")
 #: Prefixes of the tensors of their other parts, which are not read.
 _ENCODERS = ("visual.", "vision_tower.", "multi_modal_projector.")
 ENCODER_PREFIXES = (*_ENCODERS, *(f"model.{prefix}" for prefix in _ENCODERS))
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderLayer(Matrices):
-    """One layer: norm, attention or another token mixer, norm, MLP."""
-
-    input_norm: BlockNorm
-    attention: Block
-    post_attention_norm: BlockNorm
-    mlp: Block
-
-    def __call__(
-        self,
-        x: Normed,
-        residual: Tensor,
-        following: BlockNorm,
-        *cache: Any,
-        kept: KeptRows | None = None,
-    ) -> tuple[Normed, Tensor]:
-        """See ``Layer``."""
-        attended = self.attention(x, *cache, kept=kept)
-        x, residual = self.post_attention_norm.add(attended, kept_of(residual, kept))
-        return following.add(self.mlp(x), residual)
 
 
 class Decoder:
@@ -148,7 +125,8 @@ class Decoder:
         self.final_norm = self._load_norm(weights, f"{self._prefix}.{self.final_norm_name}")
         self.head = self._load_head(weights)
         # Of few rows, layers that the backend runs in one call, if it has any.
-        self._whole = self.kernels.whole_layers([*map(self._parts_of, range(len(self.layers)))])
+        norms = map(self._norm_after, range(len(self.layers)))
+        self._whole = self.kernels.whole_layers([*map(layer_parts, self.layers, norms)])
         weights.require_all_read(allowed=DERIVED_TENSORS, unused=self._unused())
 
     def reloaded(self, weights: WeightReader) -> Decoder:
@@ -321,14 +299,6 @@ class Decoder:
     def _unused(self) -> tuple[str, ...]:
         """Prefixes of tensor names that this checkpoint may have, and that are not read."""
         return self.unused_prefixes + (ENCODER_PREFIXES if self.config.also_sees else ())
-
-    def _parts_of(self, index: int) -> LayerParts | None:
-        """A layer as a backend may run it in one call; None: it cannot."""
-        layer = self.layers[index]
-        if type(layer) is not DecoderLayer:
-            return None
-        norms = layer.post_attention_norm, self._norm_after(index)
-        return layer_parts(layer.attention, norms[0], layer.mlp, norms[1])
 
     def _end_of_call(self, index: int, num_rows: int, limit: int) -> int:
         """The layer after those that one call runs from ``index`` on, up to ``limit``; itself if

@@ -18,10 +18,10 @@ from sametoken.errors import CheckpointError
 from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.linear import Linear, ScaledLinear
 from sametoken.layers.mamba2 import Mamba2BesideAttention
-from sametoken.layers.residual import Block, Layer, ScaledAfter
+from sametoken.layers.residual import Block, DecoderLayer, Layer, ScaledAfter
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import attention_cache, load_mlp
-from sametoken.models.decoder import Decoder, DecoderLayer
+from sametoken.models.decoder import Decoder
 from sametoken.models.load.settings import ANOTHER, COMPARE, MAX_NUMBER, Settings, unsupported
 from sametoken.models.load.weights import WeightReader
 from sametoken.models.mamba2 import IMPLIED_SIZES, bamba_sizes, load_mamba2, mamba2_cache

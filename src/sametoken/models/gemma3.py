@@ -16,10 +16,9 @@ import torch
 
 from sametoken.layers.feed_forward import GeluMLP
 from sametoken.layers.norm import RMSNorm
-from sametoken.layers.residual import Block, NormedAfter
+from sametoken.layers.residual import Block, DecoderLayer, NormedAfter
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_centred_head_norms, load_centred_norm, load_mlp
-from sametoken.models.decoder import DecoderLayer
 from sametoken.models.gemma import GemmaDecoder
 from sametoken.models.layer_types import full_every
 from sametoken.models.load.settings import Settings, unsupported

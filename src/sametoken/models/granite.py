@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from sametoken.layers.feed_forward import GatedMLP, LayerExperts, RoutedExperts, SparseMoE
-from sametoken.layers.residual import Block, Layer, ScaledAfter
+from sametoken.layers.residual import Block, DecoderLayer, Layer, ScaledAfter
 from sametoken.layers.rotary import no_rotation
 from sametoken.layers.share import ExpertModules
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_gated_mlp, load_mlp
-from sametoken.models.decoder import Decoder, DecoderLayer
+from sametoken.models.decoder import Decoder
 from sametoken.models.experts import load_experts, summed_over_ranks
 from sametoken.models.layer_types import FULL, LINEAR
 from sametoken.models.load.settings import MAX_EXPERTS, Settings

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from sametoken.layers.residual import Block, NoNorm, NormedAfter
+from sametoken.layers.residual import Block, DecoderLayer, NoNorm, NormedAfter
 from sametoken.models.blocks import load_mlp, with_wide_norms
-from sametoken.models.decoder import Decoder, DecoderLayer
+from sametoken.models.decoder import Decoder
 from sametoken.models.layer_types import WINDOWED, full_every
 from sametoken.models.load.settings import MAX_LAYERS, Settings, unsupported
 from sametoken.models.load.weights import WeightReader

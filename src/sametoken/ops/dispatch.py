@@ -18,6 +18,7 @@ from sametoken.ops.model.latent_attention.shape import LatentShape
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.step import compact
+from sametoken.ops.step import native as native_step
 from sametoken.ops.step.types import StepOps
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,8 @@ def select_backend(device: torch.device) -> Backend:
     """All operations for ``device``; chooses and raises as ``select_kernels``."""
     kernels = select_kernels(device)
     if device.type == "cpu":
-        return Backend(kernels, compact, ngram.lookup, suffix.search)
+        step = native_step if isinstance(kernels, NativeKernels) else compact
+        return Backend(kernels, step, ngram.lookup, suffix.search)
     # Only CUDA builds of torch come with Triton.
     from sametoken.ops.lookup import ngram_triton as triton_ngram
     from sametoken.ops.lookup import suffix_triton as triton_suffix

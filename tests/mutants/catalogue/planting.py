@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from sametoken.ops.step import compact, reference
+from sametoken.ops.step import native, reference
 from sametoken.ops.step import triton as in_triton
 from sametoken.ops.step.types import StepInputs
 
@@ -77,7 +77,7 @@ def instead_of(patch: pytest.MonkeyPatch, owner: Any, name: str) -> Callable[[Ca
 def in_every_program(
     patch: pytest.MonkeyPatch,
     name: str,
-    programs: tuple[Any, ...] = (compact, reference, in_triton),
+    programs: tuple[Any, ...] = (native, reference, in_triton),
 ) -> Callable[[Callable], None]:
     """Put what is decorated in the place of each program of an operation of the step."""
 

@@ -33,9 +33,10 @@ from pathlib import Path
 import torch
 
 from sametoken.errors import UnsupportedError
+from sametoken.layers.residual import DecoderLayer
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import attention_cache, load_centred_norm, rotary_of
-from sametoken.models.decoder import DERIVED_TENSORS, Decoder, DecoderLayer
+from sametoken.models.decoder import DERIVED_TENSORS, Decoder
 from sametoken.models.ernie4_5 import Ernie4_5_MoeForCausalLM
 from sametoken.models.heads.mtp_dense import ErnieForm, MiMoForm
 from sametoken.models.heads.mtp_form import (

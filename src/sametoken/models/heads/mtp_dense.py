@@ -28,9 +28,9 @@ from torch import Tensor
 
 from sametoken.layers.attention import Attention
 from sametoken.layers.linear import Linear
+from sametoken.layers.residual import DecoderLayer
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.blocks import load_attention, load_mlp, load_norm, rotary_of
-from sametoken.models.decoder import DecoderLayer
 from sametoken.models.ernie4_5 import load_paired_attention
 from sametoken.models.heads.mtp_form import Module, ModuleForm, MTPHead
 from sametoken.models.heads.reader import HeadReader

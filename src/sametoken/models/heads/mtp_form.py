@@ -18,8 +18,8 @@ from torch import Tensor
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
+from sametoken.layers.residual import DecoderLayer
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import DecoderLayer
 from sametoken.models.heads.base import (
     EagleHead,
     Head,

@@ -19,10 +19,10 @@ from reprlib import repr as short
 
 from sametoken.errors import UnsupportedError
 from sametoken.layers.norm import RMSNorm
+from sametoken.layers.residual import DecoderLayer
 from sametoken.layers.rotary import no_rotation
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_attention, load_norm
-from sametoken.models.decoder import DecoderLayer
 from sametoken.models.heads.mtp_form import Module, ModuleForm
 from sametoken.models.heads.reader import HeadReader
 from sametoken.models.load.settings import Settings, quantization_settings

@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import UnsupportedError
+from sametoken.layers.residual import DecoderLayer
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_norm
-from sametoken.models.decoder import DERIVED_TENSORS, HEAD, DecoderLayer
+from sametoken.models.decoder import DERIVED_TENSORS, HEAD
 from sametoken.models.heads.base import HeadStates
 from sametoken.models.heads.mtp_form import ANOTHER_METHOD, Module, ModuleCheckpoint, ModuleHead
 from sametoken.models.heads.reader import HeadReader

@@ -59,6 +59,9 @@ class NativeLibrary:
     head_products: Annotated[Callable[..., None], "pppiiiiiiiii"]
     latent_rope_and_cache: Annotated[Callable[..., None], "ppppppppppf" + "iiii" + "iiiii" + "iiii"]
     sample: Annotated[Callable[..., int], "pppppppiiii"]
+    step_rows: Annotated[Callable[..., None], "piiii" + "pi" + "pp" + "ppi" + "piii" + "ppppp"]
+    verify_windows: Annotated[Callable[..., None], "pii" + "ppipp" + "ppp"]
+    deliver_results: Annotated[Callable[..., None], "ppppp" + "ppi" + "pi" + "pi"]
     gated_delta: Annotated[Callable[..., int], "pip" + "pppp" + "iiiii"]
     mamba2: Annotated[Callable[..., int], "pip" + "ppppp" + "iiii" + "ff" + "i"]
 

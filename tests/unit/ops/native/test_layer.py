@@ -12,8 +12,8 @@ from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.linear import Linear, RowParallelLinear
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import SINGLE_RANK
+from sametoken.layers.residual import DecoderLayer
 from sametoken.models.blocks import layer_parts
-from sametoken.models.decoder import DecoderLayer
 from sametoken.ops.backend import AttentionShape, LayerKV, QKNorm, RotaryTable
 from sametoken.ops.model.attention.kv import KVScales
 from sametoken.ops.model.gemm.int4 import packed_int4
@@ -103,13 +103,7 @@ def layer_of(pack, dtype, *, biased=False, heads=False, sinks=False, shape=SHAPE
 def whole(layers: list[DecoderLayer], following: RMSNorm, kernels=native):
     """These layers in one call, the last before ``following``; None: none of them can be."""
     norms = [*(layer.input_norm for layer in layers[1:]), following]
-    pairs = zip(layers, norms, strict=True)
-    return kernels.whole_layers(
-        [
-            layer_parts(one.attention, one.post_attention_norm, one.mlp, after)
-            for one, after in pairs
-        ]
-    )
+    return kernels.whole_layers([*map(layer_parts, layers, norms)])
 
 
 def is_whole(layer: DecoderLayer, kernels=native) -> bool:

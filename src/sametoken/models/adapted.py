@@ -6,7 +6,6 @@ Both run side by side: a step whose requests have no adapters is one of the mode
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -22,7 +21,6 @@ from sametoken.layers.feed_forward import (
 from sametoken.layers.linear import Linear, Projection, RowParallelLinear
 from sametoken.layers.norm import RMSNorm, RoundingNorm
 from sametoken.layers.parallel import TensorParallel
-from sametoken.layers.residual import DecoderLayer
 from sametoken.layers.share import Part, Split, share_of
 from sametoken.models.adapted_experts import ExpertPlaces, is_transposed
 from sametoken.models.adapter_factors import Adapter, RankShares, experts_of, module_name
@@ -79,8 +77,7 @@ class AdaptedModel:
         self._wanted, self._linears = modules, list[_AdaptedLinear]()
         self._all_experts, self._experts = experts, list[ExpertPlaces]()
         self._has_experts = False
-        self.decoder = copy(target)
-        self.decoder.layers = tuple(self._adapted(layer) for layer in target.layers)
+        self.decoder = target.with_layers(tuple(map(self._adapted, target.layers)))
 
     @property
     def most_bytes(self) -> int:
@@ -180,11 +177,7 @@ class AdaptedModel:
         parts = {one.name: getattr(node, one.name) for one in fields(node)}
         found = {name: self._adapted(one) for name, one in parts.items()}
         changed = {name: one for name, one in found.items() if one is not parts[name]}
-        if not changed:
-            return node
-        if isinstance(node, DecoderLayer):
-            changed["whole"] = None
-        return replace(node, **changed)
+        return replace(node, **changed) if changed else node
 
     def _linear(self, linear: Linear | RowParallelLinear | PreciseRouter) -> Projection:
         parts = linear.parts

@@ -32,7 +32,7 @@ from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import AttentionRows, KeptRows, QKNorm, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
-from sametoken.ops.layer import WHOLE_LAYER_ROWS
+from sametoken.ops.layer import WHOLE_LAYER_ROWS, WholeLayers
 from sametoken.ops.model.recurrent.rule import RecurrentPass
 from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
@@ -124,9 +124,7 @@ class Decoder:
         self.layers = tuple(self._load_layer(weights, *each) for each in enumerate(self.rotaries))
         self.final_norm = self._load_norm(weights, f"{self._prefix}.{self.final_norm_name}")
         self.head = self._load_head(weights)
-        # Of few rows, layers that the backend runs in one call, if it has any.
-        norms = map(self._norm_after, range(len(self.layers)))
-        self._whole = self.kernels.whole_layers([*map(layer_parts, self.layers, norms)])
+        self._whole = self._whole_layers()
         weights.require_all_read(allowed=DERIVED_TENSORS, unused=self._unused())
 
     def reloaded(self, weights: WeightReader) -> Decoder:
@@ -144,6 +142,13 @@ class Decoder:
         kept = copy(self)
         kept._aux_layers = aux_layers
         return kept
+
+    def with_layers(self, layers: tuple[Layer, ...]) -> Self:
+        """The same model with other layers, of equal caches."""
+        other = copy(self)
+        other.layers = layers
+        other._whole = other._whole_layers()
+        return other
 
     @classmethod
     def renamed(cls, settings: Settings) -> dict[str, Any]:
@@ -299,6 +304,11 @@ class Decoder:
     def _unused(self) -> tuple[str, ...]:
         """Prefixes of tensor names that this checkpoint may have, and that are not read."""
         return self.unused_prefixes + (ENCODER_PREFIXES if self.config.also_sees else ())
+
+    def _whole_layers(self) -> WholeLayers | None:
+        """Layers that the backend runs in one call, if it has any."""
+        norms = map(self._norm_after, range(len(self.layers)))
+        return self.kernels.whole_layers([*map(layer_parts, self.layers, norms)])
 
     def _end_of_call(self, index: int, num_rows: int, limit: int) -> int:
         """The layer after those that one call runs from ``index`` on, up to ``limit``; itself if

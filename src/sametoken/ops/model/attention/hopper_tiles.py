@@ -1,11 +1,12 @@
 """Query tiles over KV tiles on Hopper, in Gluon: the arithmetic of both launch forms.
 
-Queries are the 64 rows of a warp group's products (wgmma): adjacent rows of a run times the query
-heads of one KV head. A row's splits follow ``schedule``. Within a split, KV tiles run in order
-through an online softmax, weights are summed in registers, whose layout is fixed, and a split's
-result joins those before it by ``joined``. A KV tile or a split that a row cannot see leaves the
-row unchanged to the bit, so neither the other rows of a query tile nor the splits that a program
-computes affect a row (tests/gpu/test_attention_gpu.py).
+Queries are the 64 rows of a warp group's products (wgmma), or few of them the columns
+(``hopper_columns``): adjacent rows of a run times the query heads of one KV head. A row's splits
+follow ``schedule``. Within a split, KV tiles run in order through an online softmax, weights are
+summed in registers, whose layout is fixed, and a split's result joins those before it by
+``joined``. A KV tile or a split that a row cannot see leaves the row unchanged to the bit, so
+neither the other rows of a query tile nor the splits that a program computes affect a row
+(tests/gpu/test_attention_gpu.py).
 
 Values in KV memory are finite (``rope_and_cache``), so weight 0 hides them.
 """

@@ -18,9 +18,10 @@ from sametoken.types.layout import StepLayout, StepShape
 from sametoken.types.plan import ScheduledRequest, StepPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-#: Every implementation of ``StepOps``, and those whose shapes are static.
-ALL_OPS = {"compact": compact, "native": native, "reference": reference, "triton": in_triton}
+#: Those whose shapes are static, those that fill in a padded layout, and all of ``StepOps``.
 STATIC_OPS = {"reference": reference, "triton": in_triton}
+PADDED_OPS = STATIC_OPS | ({} if DEVICE.type == "cuda" else {"native": native})
+ALL_OPS = PADDED_OPS | {"compact": compact}
 #: What may not be read: no token id, and no address of one.
 GARBAGE = 10**15
 SLOTS, BLOCK_SIZE, RESERVED_BLOCK = 5, 4, 7777

@@ -6,7 +6,9 @@
 
 /* Rows of a layout's table, as in types/layout.py. */
 enum { SLOT, NUM_QUERY, DRAFT_LIMIT, SAMPLES, ROW_START = 6, WINDOW_START };
-/* Faults, as in ops/step/types.py, and the values of keys that say them (ops/sampling/sample.py). */
+/* Numbers before a result's tokens, and faults, as in ops/step/types.py; the values of keys that
+ * say these (ops/sampling/sample.py). */
+enum { NUM_COUNTS = 5 };
 enum { SOUND, HAS_NAN, NO_TOKEN };
 #define NAN_RANK 0x7fffffff
 #define NO_TOKEN_RANK (-0x7f800001)
@@ -17,7 +19,7 @@ INLINE int64_t owner_of(int64_t row, const int64_t *starts, int64_t owner, int64
     return owner;
 }
 
-/* Fills in a layout, of which no row is sampled alone if `num_sampled` is 0.
+/* Fills in a layout; without `num_sampled` its rows are those that are sampled.
  *
  * table: [.., width], one column more than requests. requests: [4, count] tokens, computed, proposed
  * drafts, drafts. samples: [count]. rows: [5, num_rows] slot, position, token, address, offset in
@@ -111,8 +113,8 @@ EXPORT void verify_windows(const int64_t *keys, int64_t num_rows, int64_t tiles,
     }
 }
 
-/* A result is five numbers, of [count] each, and its window's tokens, up to `width` in all; behind
- * the last sampled row they are 0. places: [count], the result's row, below 0 for padding. */
+/* A result is NUM_COUNTS numbers, of [count] each, and its window's tokens, up to `width` in all;
+ * behind the last sampled row they are 0. places: [count], the result's row, below 0 for padding. */
 EXPORT void deliver_results(const int64_t *step_ids, const int64_t *num_drafts,
                             const int64_t *num_proposed, const int64_t *num_accepted,
                             const int64_t *faults, const int64_t *places,
@@ -126,7 +128,7 @@ EXPORT void deliver_results(const int64_t *step_ids, const int64_t *num_drafts,
         *result++ = num_proposed[b];
         *result++ = num_accepted[b];
         *result++ = faults[b];
-        for (int64_t i = 0; i < width - 5; i++) {
+        for (int64_t i = 0; i < width - NUM_COUNTS; i++) {
             int64_t row = window_starts[b] + i;
             result[i] = row < num_rows ? tokens[row] : 0;
         }

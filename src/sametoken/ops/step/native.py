@@ -46,7 +46,8 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
     samples, committed = (torch.empty(n, dtype=torch.bool) for n in (count, num_rows))
     apart = table.new_empty(5, num_sampled)
     tokens, draft_ids, blocks = sequences.token_ids, sequences.draft_ids, sequences.block_table
-    for one in (table, tokens, sequences.num_tokens, sequences.num_computed, draft_ids, blocks):
+    lengths = (sequences.num_tokens, sequences.num_computed, sequences.num_drafts)
+    for one in (table, tokens, draft_ids, blocks, *lengths):
         require(one, torch.int64)
     load_library().step_rows(
         table.data_ptr(), table.shape[1], count, num_rows, num_sampled,

@@ -1,4 +1,4 @@
-"""A layout filled in: Triton finds the reference's rows, and both what lists say."""
+"""A layout filled in: Triton and C find the reference's rows, and all what lists say."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from helpers.compiled import compile_launches
 from helpers.step_scenes import (
     BLOCK_SIZE,
+    PADDED_OPS,
     RESERVED_BLOCK,
-    STATIC_OPS,
     Scene,
     Slot,
     assert_equal,
@@ -30,13 +30,13 @@ from sametoken.types.layout import NO_PLACE, NUM_QUERY, SAMPLES, SLOT, StepShape
 DEAD_KV_SLOT = RESERVED_BLOCK * BLOCK_SIZE
 
 
-def filled(scene: Scene):
-    """The reference's inputs and Triton's, whose memory held garbage before."""
+def filled(scene: Scene, ops):
+    """The reference's inputs and another's, whose memory held garbage before."""
     sequences = scene.sequences()
     before = scene.sequences()
     expected = reference.prepare_inputs(sequences, scene.table(sequences, 7))
     with poisoned_memory():
-        found = in_triton.prepare_inputs(sequences, scene.table(sequences, 7))
+        found = ops.prepare_inputs(sequences, scene.table(sequences, 7))
     assert_equal(sequences, before)
     return sequences, expected, found
 
@@ -57,16 +57,17 @@ def without_dead_tokens(x, reserved_slot: int):
 
 
 def check(scene: Scene) -> None:
-    sequences, expected, found = filled(scene)
-    for x in (expected, found):
-        # Whatever a dead row holds is embedded, and taken.
-        assert bool((x.token_ids >= 0).all())
-        assert bool((x.token_ids < 10**6).all())
-        if x.sampled.index is not None:
-            assert bool((x.sampled.index >= 0).all())
-            assert bool((x.sampled.index < max(scene.shape.num_rows, 1)).all())
-    reserved = sequences.reserved_slot
-    assert_equal(without_dead_tokens(found, reserved), without_dead_tokens(expected, reserved))
+    for ops in PADDED_OPS.values():
+        sequences, expected, found = filled(scene, ops)
+        for x in (expected, found):
+            # Whatever a dead row holds is embedded, and taken.
+            assert bool((x.token_ids >= 0).all())
+            assert bool((x.token_ids < 10**6).all())
+            if x.sampled.index is not None:
+                assert bool((x.sampled.index >= 0).all())
+                assert bool((x.sampled.index < max(scene.shape.num_rows, 1)).all())
+        reserved = sequences.reserved_slot
+        assert_equal(without_dead_tokens(found, reserved), without_dead_tokens(expected, reserved))
     check_against_lists(expected, scene, sequences)
 
 
@@ -141,7 +142,7 @@ def test_ragged_steps(k, data):
 FEW = (Slot(9, 8, (5, 6, 7)), Slot(20, 4))
 
 
-@pytest.mark.parametrize("ops", STATIC_OPS.values(), ids=STATIC_OPS)
+@pytest.mark.parametrize("ops", PADDED_OPS.values(), ids=PADDED_OPS)
 def test_no_row_is_dropped_where_all_states_are_wanted(ops):
     scene = Scene(FEW, (row_of(0, FEW[0], 1, 2), row_of(1, FEW[1], 16, 0)), 3)
     sequences = scene.sequences()
@@ -201,7 +202,7 @@ def test_a_window_of_many_drafts():
     check(Scene(slots, rows, 64, (2, 1, 9, 9)))
 
 
-@pytest.mark.parametrize("ops", STATIC_OPS.values(), ids=STATIC_OPS)
+@pytest.mark.parametrize("ops", PADDED_OPS.values(), ids=PADDED_OPS)
 @pytest.mark.parametrize("stale", [NUM_QUERY, SLOT])
 def test_padding_sleeps_whichever_way_it_is_named(stale, ops):
     """The reserved slot with another request's counts, or a request's slot with none."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from helpers.compiled import compile_launches
 from helpers.step_scenes import (
     DEVICE,
-    STATIC_OPS,
+    PADDED_OPS,
     Scene,
     Slot,
     integers,
@@ -24,7 +24,7 @@ from sametoken.types.layout import NO_PLACE, PLACE
 
 ON_GPU = torch.cuda.is_available()
 UNTOUCHED = -(10**9)
-each_op = pytest.mark.parametrize("ops", STATIC_OPS.values(), ids=STATIC_OPS)
+each_op = pytest.mark.parametrize("ops", PADDED_OPS.values(), ids=PADDED_OPS)
 
 
 def host_memory(*shape: int) -> torch.Tensor:

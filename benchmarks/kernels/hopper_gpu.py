@@ -111,10 +111,8 @@ class Scene:
 def forms_of(shape: AttentionShape, case: Case) -> dict[str, hopper.HopperConfig | None]:
     """Launch forms by name, of columns where a run has few queries."""
     table = hopper.table_for(shape)
-    queries = max(case.widths) * shape.num_heads // shape.num_kv_heads
     columns: dict[str, hopper.HopperConfig | None] = {}
-    if queries <= hopper.MOST_COLUMNS:
-        size = 8 if queries <= 8 else hopper.MOST_COLUMNS
+    if size := hopper.columns_of(max(case.widths) * shape.num_heads // shape.num_kv_heads):
         columns["few columns"] = replace(table.few_columns, columns=size)
         columns["columns"] = replace(table.columns, columns=size)
     return {

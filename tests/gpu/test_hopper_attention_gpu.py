@@ -116,7 +116,7 @@ def forms(scene):
         "splits": table.splits, "seven programs": seven, "few": table.few, "narrow": table.narrow,
         "wide": table.wide,
     }  # fmt: skip
-    for size in (8, 16):
+    for size in hopper.COLUMNS:
         if scene.shape.num_heads // scene.shape.num_kv_heads <= size:
             found[f"{size} columns"] = replace(table.columns, columns=size)
             found[f"few of {size} columns"] = replace(table.few_columns, columns=size)

@@ -46,7 +46,8 @@ EAGER = (
     *((None, 512, longest) for longest in (1, 2, 4, 8, 16, 32, 64, 128)),
     *((1, 64, longest) for longest in (1, 2, 3, 4, 6, 9, 10, 14, 18, 24, 36, 48)),
     *((1, 512, longest) for longest in (8, 12)),
-    # Just more query tiles than the smallest block of them, whose results have memory.
+    # More query tiles than the smaller block of them, of every number of columns and of rows, yet
+    # so few queries that results of splits have memory.
     *((129, 576, longest) for longest in (3, 5, 9)),
     (1, 1024, 48),
 )

@@ -37,8 +37,8 @@ QUERIES = 64
 #: Query tiles x KV heads from which programs of whole rows fill the chip.
 BUSY_PROGRAMS = 100
 
-#: Most queries of a run that are columns of products; more are rows.
-MOST_COLUMNS = 16
+#: Queries of a tile that are columns of products. Runs of more have rows.
+COLUMNS = (8, 16)
 
 #: Query tiles x KV heads up to which a program has a multiprocessor of its own, and its splits are
 #: done sooner. Of more, two share one: while the one begins or ends a query tile, the other loads.
@@ -85,7 +85,7 @@ class HopperTable:
     """Launch configurations for heads of one size, as tuned by benchmarks/kernels/hopper_gpu.py.
 
     Attributes:
-        few_columns: splits of few query tiles of at most ``MOST_COLUMNS`` queries.
+        few_columns: splits of few query tiles of columns; their number follows the run's.
         columns: of more such tiles.
         few: splits of few larger query tiles.
         splits: of more.
@@ -157,6 +157,11 @@ def table_for(shape: AttentionShape) -> HopperTable:
     return TABLES[_block_dim(shape)]
 
 
+def columns_of(num_queries: int) -> int:
+    """Columns of a query tile for runs of at most ``num_queries``; 0: queries are rows."""
+    return next((size for size in COLUMNS if num_queries <= size), 0)
+
+
 @functools.lru_cache(maxsize=1024)
 def choose(
     num_runs: int, width: int, num_rows: int, shape: AttentionShape, max_seq_len: int
@@ -177,9 +182,10 @@ def choose(
         return table.wide
     programs = most_tiles(num_runs, width, num_rows, rows) * shape.num_kv_heads
     if width * group <= QUERIES // 2 or programs < BUSY_PROGRAMS:
-        if width * group <= MOST_COLUMNS:
-            columns = table.columns if programs > FEW_COLUMN_TILES else table.few_columns
-            return replace(columns, columns=8 if width * group <= 8 else MOST_COLUMNS)
+        columns = columns_of(width * group)
+        if columns:
+            config = table.columns if programs > FEW_COLUMN_TILES else table.few_columns
+            return replace(config, columns=columns)
         return table.splits if programs > FEW_TILES else table.few
     if width <= rows or programs < BUSY_PROGRAMS * table.wide.warp_groups:
         return table.narrow

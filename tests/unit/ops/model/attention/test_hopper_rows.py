@@ -64,7 +64,7 @@ def forms(shape: AttentionShape, programs: tuple[int, ...]) -> list[hopper.Hoppe
     """All launch forms, splits by few and by many programs."""
     table = hopper.table_for(shape)
     spread = [replace(table.splits, programs=count) for count in programs]
-    sizes = [size for size in (8, 16) if shape.num_heads // shape.num_kv_heads <= size]
+    sizes = [size for size in hopper.COLUMNS if shape.num_heads // shape.num_kv_heads <= size]
     columns = [replace(table.columns, programs=n, columns=size) for n in programs for size in sizes]
     return [*spread, table.few, *columns, table.few_columns, table.narrow, table.wide]
 

@@ -90,18 +90,25 @@ class Block:
         return Block(-self.data)
 
 
+#: Torch has no arithmetic of words without a sign.
+_WORDS = (torch.uint16, torch.uint32)
+
+
 def _operation(name: str) -> Callable[[Block, Any], Any]:
+    # Tensor.__floordiv__ is a function in Python, which takes as long again.
+    method = torch.floor_divide if name == "__floordiv__" else getattr(torch.Tensor, name)
+
     def apply(self: Block, other: Any) -> Any:
         if isinstance(other, Pointer):
             return NotImplemented
-        # Torch has no arithmetic of words without a sign.
-        unsigned = self.data.dtype in (torch.uint16, torch.uint32)
-        data = self.data.long() if unsigned else self.data
-        found = getattr(data, name)(plain(other))
+        data, other = self.data, plain(other)
+        if data.dtype in _WORDS:
+            found = method(data.long(), other)
+            return Block(found.to(data.dtype) if found.dtype == torch.int64 else found)
+        found = method(data, other)
         if found is NotImplemented:
-            found = getattr(data, name)(torch.as_tensor(plain(other)))
-        is_word = unsigned and found.dtype == torch.int64
-        return Block(found.to(self.data.dtype) if is_word else found)
+            found = method(data, torch.as_tensor(other))
+        return Block(found)
 
     return apply
 
@@ -127,30 +134,42 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.at + offset)
 
-    def places(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Places, and which of them count, of one shape; those that count exist."""
-        at, mask = torch.broadcast_tensors(
-            torch.as_tensor(plain(self.at)), torch.as_tensor(plain(mask))
-        )
-        outside = (at < 0) | (at >= self.memory.numel())
-        assert not (outside & mask).any(), "an access outside of its tensor"
-        return at.clamp(0, max(self.memory.numel() - 1, 0)).long(), mask
+    def places(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Places, and which of them count, of one shape: None if all do. Those that count exist."""
+        at, mask = torch.as_tensor(plain(self.at)), plain(mask)
+        if mask is True:
+            mask = None
+        else:
+            at, mask = torch.broadcast_tensors(at, torch.as_tensor(mask))
+            at = torch.where(mask, at, 0)
+        if at.numel():
+            first, last = torch.aminmax(at)
+            exist = first >= 0 and last < max(self.memory.numel(), 0 if mask is None else 1)
+            assert exist, "an access outside of its tensor"
+        return at, mask
 
 
 def load(pointer: Pointer, mask: Any = True, other: Any = 0, **_: Any) -> Block:
     at, mask = pointer.places(mask)
+    if mask is None:
+        # One place would be a view, which sees what is stored later.
+        return Block(pointer.memory[at].clone())
+    other = torch.as_tensor(plain(other), dtype=pointer.memory.dtype)
     if not pointer.memory.numel():
-        return Block(torch.full(at.shape, other, dtype=pointer.memory.dtype))
-    found = pointer.memory[at]
-    return Block(torch.where(mask, found, torch.as_tensor(plain(other), dtype=found.dtype)))
+        assert not mask.any(), "an access outside of its tensor"
+        return Block(other.broadcast_to(at.shape))
+    return Block(torch.where(mask, pointer.memory[at], other))
 
 
 def store(pointer: Pointer, value: Any, mask: Any = True, **_: Any) -> None:
     value = torch.as_tensor(plain(value)).to(pointer.memory.dtype)
     at, mask = pointer.places(mask)
     shape = torch.broadcast_shapes(at.shape, value.shape)
-    at, mask, value = (one.broadcast_to(shape) for one in (at, mask, value))
-    pointer.memory[at[mask]] = value[mask]
+    at, value = at.broadcast_to(shape), value.broadcast_to(shape)
+    if mask is not None:
+        mask = mask.broadcast_to(shape)
+        at, value = at[mask], value[mask]
+    pointer.memory[at] = value
 
 
 def atomic_add(pointer: Pointer, value: Any, **_: Any) -> Block:

@@ -32,7 +32,7 @@ from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import AttentionRows, KeptRows, QKNorm, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
-from sametoken.ops.layer import WHOLE_LAYER_ROWS, WholeLayers
+from sametoken.ops.layer import WholeLayers, serves
 from sametoken.ops.model.recurrent.rule import RecurrentPass
 from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
@@ -224,19 +224,21 @@ class Decoder:
         num_rows, hidden_size = residual.shape
         auxiliary = residual.new_empty(num_rows, len(self._aux_layers) * hidden_size)
         x = self.layers[0].input_norm(residual)
+        whole = self._whole if serves(num_rows, kept) else None
         index, count = 0, len(self.layers)
         while index < count:
             self._keep(auxiliary, index, residual)
-            end = self._end_of_call(index, num_rows, count if kept is None else count - 1)
-            if self._whole is not None and end > index:
+            end = index if whole is None else self._end_of_call(whole, index)
+            # Only the last layer may drop rows: an earlier one's outputs become the next one's KV.
+            wanted = kept if max(end, index + 1) == count else None
+            if whole is not None and end > index:
                 assert isinstance(x, Tensor)
-                x, residual = self._whole(x, residual, range(index, end), rows, cache.layers)
+                of_call = range(index, end)
+                x, residual = whole(x, residual, of_call, rows, cache.layers, wanted)
                 index = end
                 continue
             of_layer = step if isinstance(self.caches[index], Recurrent) else rows
             following = self._norm_after(index)
-            # Only the last layer may drop rows: an earlier one's outputs become the next one's KV.
-            wanted = kept if index + 1 == count else None
             x, residual = self.layers[index](
                 x, residual, following, of_layer, *memory[index], kept=wanted
             )
@@ -310,15 +312,11 @@ class Decoder:
         norms = map(self._norm_after, range(len(self.layers)))
         return self.kernels.whole_layers([*map(layer_parts, self.layers, norms)])
 
-    def _end_of_call(self, index: int, num_rows: int, limit: int) -> int:
-        """The layer after those that one call runs from ``index`` on, up to ``limit``; itself if
-        there are none.
-        """
-        if self._whole is None or num_rows > WHOLE_LAYER_ROWS:
-            return index
+    def _end_of_call(self, whole: WholeLayers, index: int) -> int:
+        """The layer after those that one call runs from ``index`` on; itself if there are none."""
         # A residual stream that is kept is that between two calls.
         kept = (layer for layer in self._aux_layers if layer > index)
-        return min(self._whole.ends[index], limit, *kept)
+        return min((whole.ends[index], *kept))
 
     def _norm_after(self, index: int) -> BlockNorm:
         last = index + 1 == len(self.layers)

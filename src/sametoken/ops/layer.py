@@ -8,11 +8,23 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sametoken.ops.backend import AttentionRows, AttentionShape, Norm, QKNorm, RotaryTable
+from sametoken.ops.backend import (
+    AttentionRows,
+    AttentionShape,
+    KeptRows,
+    Norm,
+    QKNorm,
+    RotaryTable,
+)
 from sametoken.ops.weight import Weight
 
 #: More rows take so long that the calls of single operations do not count.
 WHOLE_LAYER_ROWS = 64
+
+
+def serves(num_rows: int, kept: KeptRows | None) -> bool:
+    """Whether layers may run in one call; static shapes may keep more rows than there are."""
+    return num_rows <= WHOLE_LAYER_ROWS and (kept is None or len(kept.index) <= num_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +66,21 @@ class WholeLayers(Protocol):
         layers: range,
         rows: AttentionRows,
         memory: Sequence[object],
+        kept: KeptRows | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run these layers over at most ``WHOLE_LAYER_ROWS`` rows.
+        """Run these layers over rows that ``serves`` allows.
 
         Args:
-            x: [T, hidden], the first layer's norm of ``residual``; its memory is reused.
+            x: [T, qkv's in_features, at least hidden], the first layer's norm of ``residual``; its
+                memory is reused.
             residual: [T, hidden]; likewise.
             layers: within ``ends``.
             rows: of the pass.
             memory: of every layer of the model, ``LayerKV`` where a layer is run.
+            kept: the rows to return; the others run only for their KV. None: all.
 
         Returns:
-            The last layer's ``following`` of the residual stream after it, and that stream.
+            The last layer's ``following`` of the residual stream after it, and that stream:
+            [T, hidden], or [R, hidden] of those kept.
         """
         ...

@@ -213,8 +213,8 @@ PROJECTIONS = {
     | {f"layers.0.attention.{name}.weight" for name in ("qkv", "output")}
     | {f"layers.0.mlp.{name}.weight" for name in ("gate_up", "down")},
     "eagle3": {"fc.weight", "lm_head"}
-    | {f"attention.{name}.weight" for name in ("qkv", "output")}
-    | {f"mlp.{name}.weight" for name in ("gate_up", "down")},
+    | {f"layer.attention.{name}.weight" for name in ("qkv", "output")}
+    | {f"layer.mlp.{name}.weight" for name in ("gate_up", "down")},
     "mtp": {"module.fc.weight", "lm_head"}
     | {f"module.layer.attention.{name}.weight" for name in ("projection", "output")}
     | {f"module.layer.mlp.{name}.weight" for name in ("gate_up", "down")},

@@ -54,12 +54,13 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.attention import Attention
-from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
+from sametoken.layers.residual import DecoderLayer, NoNorm
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.blocks import (
     attention_cache,
+    layer_parts,
     load_attention,
     load_head_norms,
     load_mlp,
@@ -71,7 +72,6 @@ from sametoken.models.heads.base import (
     EagleHead,
     HeadCheckpoint,
     HeadStates,
-    index_of,
     refuse,
     require_layers,
     require_sizes,
@@ -91,6 +91,8 @@ from sametoken.models.load.weights import Part, WeightReader
 from sametoken.models.registry import is_divisible
 from sametoken.ops.backend import AttentionRows, KeptRows
 from sametoken.ops.cache_types import PagedKV
+from sametoken.ops.layer import WholeLayers, serves
+from sametoken.ops.weight import Normed
 from sametoken.state.caches import ModelCache
 from sametoken.types.speculative_methods import default_aux_layers
 
@@ -193,6 +195,9 @@ class Eagle3Head(EagleHead):
     Attributes:
         aux_norms: one over the whole concatenation, one per part, or none.
         fc: None where it reads no auxiliary states.
+        layer: of an input that ``forward`` norms.
+        norm: of the residual stream after it.
+        whole: both in one call, if the backend has one.
     """
 
     config: Eagle3Config
@@ -200,16 +205,14 @@ class Eagle3Head(EagleHead):
     fc: Linear | None
     input_layernorm: RMSNorm
     hidden_norm: RMSNorm
-    attention: Attention
-    post_attention_layernorm: RMSNorm
-    mlp: GatedMLP
+    layer: DecoderLayer
     norm: RMSNorm
+    whole: WholeLayers | None
 
     @property
     def nbytes(self) -> int:
         """See ``EagleHead``."""
-        fc_bytes = 0 if self.fc is None else self.fc.nbytes
-        return fc_bytes + self.attention.nbytes + self.mlp.nbytes
+        return self.layer.nbytes + (0 if self.fc is None else self.fc.nbytes)
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's auxiliary states, mapped to the head's hidden size, or its last state.
@@ -242,13 +245,15 @@ class Eagle3Head(EagleHead):
         both = self.kernels.embed_beside(
             token_ids, self.embedding, self.input_layernorm, hidden, self.hidden_norm
         )
-        attended = self.attention(both, rows, cache.kv(0), kept)
         residual = hidden
         if self.config.norm_before_residual:
             residual = both[:, hidden.shape[1] :].contiguous()
-        residual = self.kernels.take_rows(residual, index_of(kept))
-        x, residual = self.post_attention_layernorm.add(attended, residual)
-        last, residual = self.norm.add(self.mlp(x), residual)
+        last: Normed
+        if self.whole is not None and serves(len(both), kept):
+            last, residual = self.whole(both, residual, range(1), rows, cache.layers, kept)
+        else:
+            last, residual = self.layer(both, residual, self.norm, rows, cache.kv(0), kept=kept)
+        assert isinstance(last, Tensor)
         return HeadStates(last, last if self.config.norm_output else residual)
 
 
@@ -325,6 +330,13 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
 
     def _build(self, reader: HeadReader) -> Eagle3Head:
         config, layer, weights = self.config, self.config.layer, reader.weights
+        norm = load_norm(layer, weights, "norm")
+        run = DecoderLayer(
+            NoNorm(),
+            _attention(weights, config, reader.max_positions),
+            load_norm(layer, weights, f"{LAYER}.post_attention_layernorm"),
+            load_mlp(layer, weights, f"{LAYER}.mlp"),
+        )
         own_ids, permutation = self._token_ids(), None
         if own_ids is not None:
             assert reader.token_ids is None
@@ -340,10 +352,9 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
             fc=_fc(weights, config),
             input_layernorm=load_norm(layer, weights, f"{LAYER}.input_layernorm"),
             hidden_norm=load_norm(layer, weights, f"{LAYER}.hidden_norm"),
-            attention=_attention(weights, config, reader.max_positions),
-            post_attention_layernorm=load_norm(layer, weights, f"{LAYER}.post_attention_layernorm"),
-            mlp=load_mlp(layer, weights, f"{LAYER}.mlp"),
-            norm=load_norm(layer, weights, "norm"),
+            layer=run,
+            norm=norm,
+            whole=weights.kernels.whole_layers([layer_parts(run, norm)]),
             lm_head=reader.lm_head(config.draft_vocab_size, layer.hidden_size, permutation),
             token_ids=own_ids if reader.token_ids is None else reader.token_ids,
         )

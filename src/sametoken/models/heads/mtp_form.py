@@ -25,7 +25,6 @@ from sametoken.models.heads.base import (
     Head,
     HeadCheckpoint,
     HeadStates,
-    index_of,
     require_sizes,
 )
 from sametoken.models.heads.reader import HeadReader, SharedWeights
@@ -87,11 +86,10 @@ class ModuleHead(EagleHead):
         """Run rows over the paged cache; see ``EagleHead.forward``."""
         module, layer = self.module, self.module.layer
         residual = module.fc(self._inputs(token_ids, hidden, rows))
-        attended = layer.attention(layer.input_norm(residual), rows, cache.layers[0], kept)
-        x, residual = layer.post_attention_norm.add(
-            attended, self.kernels.take_rows(residual, index_of(kept))
-        )
-        return self._states(*module.norm.add(layer.mlp(x), residual))
+        x = layer.input_norm(residual)
+        last, residual = layer(x, residual, module.norm, rows, cache.layers[0], kept=kept)
+        assert isinstance(last, Tensor)
+        return self._states(last, residual)
 
     def _inputs(self, token_ids: Tensor, hidden: Tensor, rows: AttentionRows) -> Tensor:
         """[T, 2h]: normed embeddings beside normed states."""

@@ -14,8 +14,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from sametoken.ops.backend import AttentionRows, LayerKV
-from sametoken.ops.layer import LayerParts
+from sametoken.ops.backend import AttentionRows, KeptRows, LayerKV
+from sametoken.ops.layer import LayerParts, serves
 from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.ops.native.library import NativeLibrary
 from sametoken.ops.native.weights import PanelWeight, QuantizedWeight, is_bf16, require
@@ -101,10 +101,12 @@ class NativeLayers:
         layers: range,
         rows: AttentionRows,
         memory: Sequence[object],
+        kept: KeptRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See ``WholeLayers``."""
         kv, table = memory[self._first], rows.block_table
         assert isinstance(kv, LayerKV)
+        assert serves(len(x), kept)
         require(x, self._dtype)
         require(residual, self._dtype)
         require(table, torch.int64)
@@ -125,10 +127,13 @@ class NativeLayers:
             kv.keys.shape[2],
             kv.keys.dtype is FLOAT8,
             x.shape[0],
+            *_addresses(kept),
         )
         if not done:
             raise MemoryError(f"no memory for a layer of {x.shape[0]} rows")
-        return x, residual
+        residual = residual if kept is None else residual[: len(kept.index)]
+        # An input that is wider than the output lends it the beginning of its memory.
+        return x.view(-1)[: residual.numel()].view(residual.shape), residual
 
     def _describe(self, x: Tensor, memory: Sequence[object]) -> None:
         """Take the addresses of the layers' keys and values."""
@@ -138,6 +143,13 @@ class NativeLayers:
                 assert isinstance(kv, LayerKV)
                 _, scales = stored_form(x, kv)
                 self._memory[index] = _Memory(kv.keys.data_ptr(), kv.values.data_ptr(), *scales)
+
+
+def _addresses(kept: KeptRows | None) -> tuple[int | None, int | None, int | None, int]:
+    if kept is None:
+        return None, None, None, 0
+    given = (kept.index.data_ptr(), kept.positions.data_ptr(), kept.slots.data_ptr())
+    return *given, len(kept.index)
 
 
 def _ends(whole: Sequence[bool]) -> tuple[int, ...]:

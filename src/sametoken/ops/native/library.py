@@ -55,7 +55,7 @@ class NativeLibrary:
     gated_group_norm: Annotated[Callable[..., None], "ppppiiifii"]
     rope_and_cache: Annotated[Callable[..., None], "ppppppppppppfiiiiiiiii"]
     attention: Annotated[Callable[..., int], "ppppppppppiiiiiiiiifi"]
-    decoder_layers: Annotated[Callable[..., int], "ppi" + "pp" + "ppppi" + "iii"]
+    decoder_layers: Annotated[Callable[..., int], "ppi" + "pp" + "ppppi" + "iii" + "pppi"]
     head_products: Annotated[Callable[..., None], "pppiiiiiiiii"]
     latent_rope_and_cache: Annotated[Callable[..., None], "ppppppppppf" + "iiii" + "iiiii" + "iiii"]
     sample: Annotated[Callable[..., int], "pppppppiiii"]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.forward import kept_at
 from sametoken.layers.attention import Attention
 from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.linear import Linear, RowParallelLinear
@@ -80,8 +81,10 @@ def norm(dtype, seed, kernels=native):
     return RMSNorm(kernels, 1 + torch.randn(HIDDEN, generator=seeded(seed)).to(dtype) / 8, 1e-5)
 
 
-def layer_of(pack, dtype, *, biased=False, heads=False, sinks=False, shape=SHAPE, kernels=native):
-    """A layer with its operations one by one."""
+def layer_of(
+    pack, dtype, *, biased=False, heads=False, sinks=False, shape=SHAPE, wide=False, kernels=native
+):
+    """A layer with its operations one by one; a wide one reads twice the hidden size."""
     angles = torch.rand(400, shape.head_dim // 2, generator=seeded(1))
     q_weight, k_weight = (torch.rand(shape.head_dim, generator=seeded(i)).to(dtype) for i in (2, 3))
     width, q_size = shape.q_size + 2 * shape.kv_size, shape.q_size
@@ -90,7 +93,7 @@ def layer_of(pack, dtype, *, biased=False, heads=False, sinks=False, shape=SHAPE
     attention = Attention(
         kernels,
         shape,
-        Linear(pack(width, HIDDEN, dtype), qkv_bias),
+        Linear(pack(width, HIDDEN * (1 + wide), dtype), qkv_bias),
         Linear(pack(HIDDEN, q_size, dtype), output_bias),
         RotaryTable(angles.cos(), angles.sin()),
         QKNorm(q_weight, k_weight, 1e-6) if heads else None,
@@ -116,16 +119,21 @@ def last_rows(count: int) -> tuple[list[int], list[int]]:
     return [slot for slot, _ in found], [at for _, at in found]
 
 
-def assert_same_bits(layers, make_scene, rows_of_slot, e4m3=False):
-    """Of a pass over these layers, each with KV of its own, one by one and in one call."""
+def assert_same_bits(layers, make_scene, rows_of_slot, e4m3=False, places=None):
+    """Of a pass over these layers, each with KV of its own, one by one and in one call.
+
+    With ``places`` only the rows there are kept.
+    """
     dtype, shape = layers[0].input_norm.weight.dtype, layers[0].attention.shape
     history = torch.randn(2, 3, 300, shape.num_kv_heads, shape.head_dim, generator=seeded(7))
     last = norm(dtype, 9)
 
-    def one_by_one(x, residual, layers_of_call, rows, memory):
+    def one_by_one(x, residual, layers_of_call, rows, memory, kept):
         for index in layers_of_call:
-            following = layers[index + 1].input_norm if index + 1 < len(layers) else last
-            x, residual = layers[index](x, residual, following, rows, memory[index])
+            is_last = index + 1 == len(layers)
+            following = last if is_last else layers[index + 1].input_norm
+            wanted = kept if is_last else None
+            x, residual = layers[index](x, residual, following, rows, memory[index], kept=wanted)
         return x, residual
 
     found = []
@@ -141,7 +149,10 @@ def assert_same_bits(layers, make_scene, rows_of_slot, e4m3=False):
         rows = scene.rows(*last_rows(rows_of_slot))
         residual = torch.randn(len(rows.slots), HIDDEN, generator=seeded(8)).to(dtype)
         x = layers[0].input_norm(residual)
-        out = run(x, residual, range(len(layers)), rows, memory)
+        if layers[0].attention.qkv.weight.in_features > HIDDEN:
+            x = torch.cat((x, residual), dim=1)
+        wanted = None if places is None else kept_at(rows, places)
+        out = run(x, residual, range(len(layers)), rows, memory, wanted)
         kept = [one.float().nan_to_num(99) for kv in memory for one in (kv.keys, kv.values)]
         found.append((*out, *kept))
     assert found[0][0].isfinite().all()
@@ -170,8 +181,9 @@ def test_a_whole_layer_has_the_bits_of_its_operations(name, dtype, threads, one_
         {"shape": replace(SHAPE, sliding_window=33)},
         {"shape": replace(SHAPE, score_factor=0.3)},
         {"shape": AttentionShape(2, 2, 40)},
+        {"wide": True},
     ],
-    ids=["biases", "norms of heads", "sinks", "window", "score factor", "one KV head a head"],
+    ids=["biases", "head norms", "sinks", "window", "score factor", "one KV head a head", "wide"],
 )
 def test_a_whole_layer_keeps_every_option(options, dtype, make_scene):
     assert_same_bits([layer_of(plain, dtype, **options)], make_scene, 3)
@@ -180,6 +192,13 @@ def test_a_whole_layer_keeps_every_option(options, dtype, make_scene):
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_a_whole_layer_reads_and_writes_float8(dtype, make_scene):
     assert_same_bits([layer_of(plain, dtype)], make_scene, 2, e4m3=True)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("places", [[0], [6, 2, 11], []], ids=["first", "some", "none"])
+def test_the_last_of_several_layers_may_drop_rows(places, dtype, make_scene):
+    layers = [layer_of(plain, dtype), layer_of(plain, dtype, heads=True)]
+    assert_same_bits(layers, make_scene, 4, places=places)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

@@ -133,13 +133,16 @@ def pytest_sessionstart(session):
 
 
 def pytest_collection_finish():
-    """What is imported and collected lives to the end: no search for garbage looks at it again.
-
-    What tests import later stays too, so searches are rarer than a program's.
-    """
-    gc.freeze()
+    """Searches for garbage are rarer than a program's."""
     gc.set_threshold(10_000, 10, 50)
     gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def older_objects_exempt():
+    """What is there before a module's tests, most of it to the end, no later search looks at."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

@@ -110,8 +110,8 @@ def test_targets_are_named_as_the_head_s_file_names_its_modules(tmp_path):
     }
     compressed(head, groups)
     loaded = Eagle3Checkpoint(head).load(SharedTarget(64), **OPTIONS)
-    assert isinstance(loaded.attention.qkv.weight, Fp8Weight)
-    assert isinstance(loaded.mlp.down.weight, Int4Weight)
+    assert isinstance(loaded.layer.attention.qkv.weight, Fp8Weight)
+    assert isinstance(loaded.layer.mlp.down.weight, Int4Weight)
     assert isinstance(loaded.fc.weight, PlainWeight)
     assert isinstance(loaded.lm_head, PlainWeight)
 

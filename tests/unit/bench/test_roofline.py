@@ -66,7 +66,7 @@ def test_a_drafter_s_weights_are_read_once_per_pass(tmp_path, k):
 
     path = write_config(tmp_path / "e3", num_hidden_layers=1, draft_vocab_size=9)
     eagle3 = Eagle3Checkpoint(path, load_format="dummy").load(target, **OPTIONS)
-    step = k * head_bytes(eagle3, [eagle3]) + eagle3.fc.nbytes
+    step = k * head_bytes(eagle3, [eagle3.layer]) + eagle3.fc.nbytes
     assert 4 * elements("eagle3", k, path, whole) == step
 
     # Each draft has its own projection, and the first one reads the target's state.

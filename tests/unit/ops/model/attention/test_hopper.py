@@ -205,7 +205,8 @@ for count, width in ((1, 1), (2, 3), (16, 16), (17, 1)):
     assert not unused_barriers(tmp_path)
 
 
-@pytest.mark.parametrize("head_dim", hopper.TABLES)
+# A tile of positions each.
+@pytest.mark.parametrize("head_dim", [64, 256])
 def test_weights_of_columns_are_added_in_the_order_of_rows(head_dim, tmp_path):
     code = f"""
 from dataclasses import replace

@@ -203,19 +203,21 @@ for count, width in ((1, 1), (2, 3), (16, 16), (17, 1)):
     compile_launches(code, tmp_path)
     assert len(list(tmp_path.rglob("*_kernel.ptx"))) == len(forms)
     assert not unused_barriers(tmp_path)
+    # Queries as columns, too: a query's weights are added in the order of rows.
+    names = ("rows_kernel", "splits_kernel")
+    first, *others = (order for name in names for order in orders_of_sums(tmp_path, name))
+    assert others == [first] * len(others)
 
 
-# A tile of positions each.
-@pytest.mark.parametrize("head_dim", [64, 256])
-def test_weights_of_columns_are_added_in_the_order_of_rows(head_dim, tmp_path):
-    code = f"""
+def test_weights_of_columns_are_added_in_the_order_of_rows_in_smaller_tiles(tmp_path):
+    code = """
 from dataclasses import replace
 from sametoken.ops.model.attention import hopper
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RowRuns
 
-shape, at = AttentionShape(8, 2, {head_dim}), torch.zeros(1, dtype=torch.int64)
-kv = LayerKV(*torch.zeros(2, 2, 2, 64, {head_dim}, dtype=torch.bfloat16))
-q, table = torch.zeros(1, 8, {head_dim}, dtype=torch.bfloat16), hopper.table_for(shape)
+shape, at = AttentionShape(8, 2, 256), torch.zeros(1, dtype=torch.int64)
+kv = LayerKV(*torch.zeros(2, 2, 2, 64, 256, dtype=torch.bfloat16))
+q, table = torch.zeros(1, 8, 256, dtype=torch.bfloat16), hopper.table_for(shape)
 rows = AttentionRows(at, at, at, torch.zeros(2, 8, dtype=torch.int64), RowRuns.even(1, 1))
 for config in (table.narrow, table.columns, replace(table.few_columns, columns=8)):
     hopper.attention(q, shape, rows, kv, hopper.counters(q.device), config=config)

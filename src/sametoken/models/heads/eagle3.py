@@ -331,7 +331,7 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
     def _build(self, reader: HeadReader) -> Eagle3Head:
         config, layer, weights = self.config, self.config.layer, reader.weights
         norm = load_norm(layer, weights, "norm")
-        run = DecoderLayer(
+        decoder_layer = DecoderLayer(
             NoNorm(),
             _attention(weights, config, reader.max_positions),
             load_norm(layer, weights, f"{LAYER}.post_attention_layernorm"),
@@ -352,9 +352,9 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
             fc=_fc(weights, config),
             input_layernorm=load_norm(layer, weights, f"{LAYER}.input_layernorm"),
             hidden_norm=load_norm(layer, weights, f"{LAYER}.hidden_norm"),
-            layer=run,
+            layer=decoder_layer,
             norm=norm,
-            whole=weights.kernels.whole_layers([layer_parts(run, norm)]),
+            whole=weights.kernels.whole_layers([layer_parts(decoder_layer, norm)]),
             lm_head=reader.lm_head(config.draft_vocab_size, layer.hidden_size, permutation),
             token_ids=own_ids if reader.token_ids is None else reader.token_ids,
         )

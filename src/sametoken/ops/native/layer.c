@@ -102,8 +102,8 @@ static int64_t decoder_layer(const layer *l, const memory *kv, void *x, void *re
     return 1;
 }
 
-/* x is the norm of residual; both become those of the last layer's output, of the rows in `index` if
- * there is one. Returns 0 if memory lacks. */
+/* x is the norm of residual; both become those of the last layer's output, of the rows in `index`, or
+ * of all if num_kept is negative. Returns 0 if memory lacks. */
 EXPORT int64_t decoder_layers(const layer *layers, const memory *kv, int64_t count, void *x,
                               void *residual, const int64_t *positions, const int64_t *slots,
                               const int64_t *kv_slots, const int64_t *block_table,
@@ -113,7 +113,8 @@ EXPORT int64_t decoder_layers(const layer *layers, const memory *kv, int64_t cou
     kept_rows kept = {index, kept_positions, kept_slots, num_kept};
     for (int64_t i = 0; i < count; i++)
         if (!decoder_layer(layers + i, kv + i, x, residual, positions, slots, kv_slots, block_table,
-                           max_blocks, block_size, e4m3, t, index && i + 1 == count ? &kept : NULL))
+                           max_blocks, block_size, e4m3, t,
+                           num_kept >= 0 && i + 1 == count ? &kept : NULL))
             return 0;
     return 1;
 }

@@ -147,7 +147,7 @@ class NativeLayers:
 
 def _addresses(kept: KeptRows | None) -> tuple[int | None, int | None, int | None, int]:
     if kept is None:
-        return None, None, None, 0
+        return None, None, None, -1
     given = (kept.index.data_ptr(), kept.positions.data_ptr(), kept.slots.data_ptr())
     return *given, len(kept.index)
 

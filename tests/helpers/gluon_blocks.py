@@ -40,32 +40,40 @@ def plain(value: Any) -> Any:
 
 
 def block(value: Any) -> Block:
-    """What a function of the language takes: a block, or a number."""
-    return value if isinstance(value, Block) else Block(torch.as_tensor(value))
+    """What a function of the language takes, as a block of a tensor."""
+    return Block(torch.as_tensor(plain(value)))
+
+
+def number_or_block(data: torch.Tensor) -> Block:
+    """A tensor as a block; a single integer is Python's."""
+    return Block(data if data.dim() or data.is_floating_point() else data.item())
 
 
 class Block:
-    """A block or a number of a kernel."""
+    """A block of a kernel, a number, or an integer of Python's, which takes a tenth of the time."""
 
     __slots__ = ("data",)
 
-    def __init__(self, data: torch.Tensor) -> None:
+    def __init__(self, data: Any) -> None:
         self.data = data
 
     @property
     def shape(self) -> list[int]:
-        return list(self.data.shape)
+        return [] if isinstance(self.data, int) else list(self.data.shape)
 
     @property
     def dtype(self) -> Dtype:
-        return Dtype(self.data.dtype)
+        return Dtype(torch.as_tensor(self.data).dtype)
 
     @property
     def type(self) -> SimpleNamespace:
         return SimpleNamespace(layout=None)
 
     def to(self, dtype: Dtype, bitcast: bool = False) -> Block:
-        return Block(self.data.view(dtype.torch) if bitcast else self.data.to(dtype.torch))
+        if isinstance(self.data, int) and not dtype.torch.is_floating_point:
+            return self
+        data = torch.as_tensor(self.data)
+        return Block(data.view(dtype.torch) if bitcast else data.to(dtype.torch))
 
     def reshape(self, shape: list[int]) -> Block:
         return Block(self.data.reshape(shape))
@@ -97,11 +105,16 @@ _WORDS = (torch.uint16, torch.uint32)
 def _operation(name: str) -> Callable[[Block, Any], Any]:
     # Tensor.__floordiv__ is a function in Python, which takes as long again.
     method = torch.floor_divide if name == "__floordiv__" else getattr(torch.Tensor, name)
+    of_integers = None if "truediv" in name else getattr(int, name)
 
     def apply(self: Block, other: Any) -> Any:
         if isinstance(other, Pointer):
             return NotImplemented
         data, other = self.data, plain(other)
+        if isinstance(data, int):
+            if of_integers and isinstance(other, int):
+                return Block(of_integers(data, other))
+            data = torch.as_tensor(data)
         if data.dtype in _WORDS:
             found = method(data.long(), other)
             return Block(found.to(data.dtype) if found.dtype == torch.int64 else found)
@@ -153,7 +166,7 @@ def load(pointer: Pointer, mask: Any = True, other: Any = 0, **_: Any) -> Block:
     at, mask = pointer.places(mask)
     if mask is None:
         # One place would be a view, which sees what is stored later.
-        return Block(pointer.memory[at].clone())
+        return number_or_block(pointer.memory[at].clone())
     other = torch.as_tensor(plain(other), dtype=pointer.memory.dtype)
     if not pointer.memory.numel():
         assert not mask.any(), "an access outside of its tensor"

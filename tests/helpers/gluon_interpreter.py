@@ -33,7 +33,17 @@ from triton.experimental.gluon import language as real
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from helpers.gluon_blocks import Block, Dtype, Pointer, atomic_add, block, load, plain, store
+from helpers.gluon_blocks import (
+    Block,
+    Dtype,
+    Pointer,
+    atomic_add,
+    block,
+    load,
+    number_or_block,
+    plain,
+    store,
+)
 from helpers.gluon_copies import Copies
 from helpers.gluon_program import Program
 from helpers.gluon_ptx import evaluated
@@ -169,14 +179,14 @@ def reduce(values: tuple[Block, ...], axis: int, combine: Any) -> tuple[Any, ...
             torch.cat((one.data, all_of[2 * half :]))
             for one, all_of in zip(found, data, strict=True)
         ]
-    return tuple(Block(one[0]) for one in data)
+    return tuple(number_or_block(one[0]) for one in data)
 
 
 def extreme(values: Block, axis: int, sign: int) -> Block:
     """The smallest or the largest; as on a chip NaN counts only where there is nothing else."""
     data = values.data
     if not data.is_floating_point():
-        return Block(data.amin(axis) if sign > 0 else data.amax(axis))
+        return number_or_block(data.amin(axis) if sign > 0 else data.amax(axis))
     data = torch.where(data.isnan(), sign * torch.inf, data)
     found = data.amin(axis) if sign > 0 else data.amax(axis)
     return Block(torch.where(values.data.isnan().all(axis), torch.nan, found))
@@ -189,7 +199,7 @@ def total(values: Block, axis: int) -> Block:
     """
     data = values.data
     if not data.is_floating_point():
-        return Block(data.sum(axis).to(data.dtype))
+        return number_or_block(data.sum(axis).to(data.dtype))
     if axis or data.shape[0] != 64:
         return Block(folded(add, data.unbind(axis)))
     data = data.reshape(2, 2, 2, 2, 2, 2, *data.shape[1:])
@@ -198,9 +208,14 @@ def total(values: Block, axis: int) -> Block:
     return Block(data)
 
 
-def _of_both(function: Callable[..., torch.Tensor]) -> Callable[[Any, Any], Block]:
+def _of_both(
+    function: Callable[..., torch.Tensor], of_integers: Callable[..., int]
+) -> Callable[[Any, Any], Block]:
     def apply(a: Any, b: Any) -> Block:
-        a, b = torch.as_tensor(plain(a)), torch.as_tensor(plain(b))
+        a, b = plain(a), plain(b)
+        if isinstance(a, int) and isinstance(b, int):
+            return Block(of_integers(a, b))
+        a, b = torch.as_tensor(a), torch.as_tensor(b)
         return Block(function(a, b.to(a.dtype) if a.dim() > b.dim() else b))
 
     return apply
@@ -233,7 +248,7 @@ def language(interpreter: Interpreter) -> SimpleNamespace:
         allocate_shared_memory=interpreter.allocate_shared_memory,
         warp_specialize=lambda functions, *_: interpreter.program.run_partitions(
             [partial(function, *arguments) for function, arguments in functions]),
-        program_id=lambda axis: Block(torch.tensor(interpreter.program.place[axis])),
+        program_id=lambda axis: Block(interpreter.program.place[axis]),
         num_programs=lambda axis: interpreter.program.grid[axis],
         load=load, store=store, atomic_add=atomic_add,
         split=lambda values: values.split(), fma=fma, where=where,
@@ -255,7 +270,7 @@ def language(interpreter: Interpreter) -> SimpleNamespace:
         exp=_in_double(torch.exp), exp2=_in_double(torch.exp2),
         max=lambda values, axis: extreme(values, axis, -1),
         min=lambda values, axis: extreme(values, axis, 1),
-        maximum=_of_both(torch.fmax), minimum=_of_both(torch.fmin),
+        maximum=_of_both(torch.fmax, max), minimum=_of_both(torch.fmin, min),
         join=lambda a, b: Block(torch.stack((a.data, b.data), -1)),
     )  # fmt: skip
 
@@ -288,7 +303,7 @@ def _argument(value: Any) -> Any:
         )
     if hasattr(value, "block_shape"):
         return Descriptor(value)
-    return Block(torch.tensor(value)) if isinstance(value, int) else value
+    return Block(value) if isinstance(value, int) else value
 
 
 @contextmanager

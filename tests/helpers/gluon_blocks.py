@@ -105,15 +105,15 @@ _WORDS = (torch.uint16, torch.uint32)
 def _operation(name: str) -> Callable[[Block, Any], Any]:
     # Tensor.__floordiv__ is a function in Python, which takes as long again.
     method = torch.floor_divide if name == "__floordiv__" else getattr(torch.Tensor, name)
-    of_integers = None if "truediv" in name else getattr(int, name)
 
     def apply(self: Block, other: Any) -> Any:
         if isinstance(other, Pointer):
             return NotImplemented
         data, other = self.data, plain(other)
         if isinstance(data, int):
-            if of_integers and isinstance(other, int):
-                return Block(of_integers(data, other))
+            if isinstance(other, int) and "truediv" not in name:
+                # Of the number itself: two truths have a truth in common, no integer.
+                return Block(getattr(data, name)(other))
             data = torch.as_tensor(data)
         if data.dtype in _WORDS:
             found = method(data.long(), other)

@@ -45,11 +45,6 @@ class HeadStates:
     feedback: Tensor
 
 
-def index_of(kept: KeptRows | None) -> Tensor | None:
-    """[R] int64, for ``Kernels.take_rows``; None: all rows."""
-    return None if kept is None else kept.index
-
-
 @dataclass(frozen=True, slots=True)
 class EagleHead(ABC):
     """A draft head: row p takes the token at p + 1 and a state of p, and predicts p + 2.

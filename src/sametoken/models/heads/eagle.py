@@ -39,10 +39,8 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import UnsupportedError
-from sametoken.layers.attention import Attention
-from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.linear import Linear
-from sametoken.layers.norm import RMSNorm
+from sametoken.layers.residual import DecoderLayer, NoNorm
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import (
     Biases,
@@ -57,7 +55,6 @@ from sametoken.models.heads.base import (
     EagleHead,
     HeadCheckpoint,
     HeadStates,
-    index_of,
     refuse,
     require_sizes,
 )
@@ -111,19 +108,9 @@ def _head_config(settings: Settings) -> Eagle1Config:
     return Eagle1Config(layer, tuple(layer_windows(layer, location)), fc_bias)
 
 
-@dataclass(frozen=True, slots=True)
-class Eagle1Layer:
-    """One decoder layer; ``input_norm`` is None in the first."""
-
-    input_norm: RMSNorm | None
-    attention: Attention
-    post_attention_norm: RMSNorm
-    mlp: GatedMLP
-
-
 def _load_layer(
     reader: WeightReader, config: Eagle1Config, index: int, rotary: RotaryTable, max_positions: int
-) -> Eagle1Layer:
+) -> DecoderLayer:
     prefix, layer = f"layers.{index}", config.layer
     cache = attention_cache(layer, reader.dtype, config.windows[index]).within(max_positions)
     qkv_bias = layer.attention_bias or Settings(layer.extra, reader.source.location).switch(
@@ -132,8 +119,8 @@ def _load_layer(
     biases = Biases(
         qkv=qkv_bias or f"{prefix}.self_attn.q_proj.bias" in reader, output=layer.attention_bias
     )
-    return Eagle1Layer(
-        load_norm(layer, reader, f"{prefix}.input_layernorm") if index else None,
+    return DecoderLayer(
+        load_norm(layer, reader, f"{prefix}.input_layernorm") if index else NoNorm(),
         load_attention(layer, reader, f"{prefix}.self_attn", rotary, cache=cache, biases=biases),
         load_norm(layer, reader, f"{prefix}.post_attention_layernorm"),
         load_mlp(layer, reader, f"{prefix}.mlp"),
@@ -142,17 +129,19 @@ def _load_layer(
 
 @dataclass(frozen=True, slots=True)
 class Eagle1Head(EagleHead):
-    """The head's weights and its forward pass."""
+    """The head's weights and its forward pass.
+
+    The first of its layers has no norm in front.
+    """
 
     config: Eagle1Config
     fc: Linear
-    layers: tuple[Eagle1Layer, ...]
+    layers: tuple[DecoderLayer, ...]
 
     @property
     def nbytes(self) -> int:
         """See ``EagleHead``."""
-        layers = (layer.attention.nbytes + layer.mlp.nbytes for layer in self.layers)
-        return self.fc.nbytes + sum(layers)
+        return self.fc.nbytes + sum(layer.nbytes for layer in self.layers)
 
     def forward(
         self,
@@ -166,14 +155,10 @@ class Eagle1Head(EagleHead):
         embedded = self.embedding.rows(token_ids)
         residual = self.fc(torch.cat((embedded, hidden), dim=1))
         for index, layer in enumerate(self.layers):
-            x = residual if layer.input_norm is None else layer.input_norm(residual)
             # Only the last layer may drop rows: an earlier one's outputs become the next one's KV.
             wanted = kept if index + 1 == len(self.layers) else None
-            attended = layer.attention(x, rows, cache.kv(index), wanted)
-            x, residual = layer.post_attention_norm.add(
-                attended, self.kernels.take_rows(residual, index_of(wanted))
-            )
-            residual = residual + layer.mlp(x)
+            x = layer.input_norm(residual)
+            _, residual = layer(x, residual, NoNorm(), rows, cache.kv(index), kept=wanted)
         return HeadStates(residual, residual)
 
 

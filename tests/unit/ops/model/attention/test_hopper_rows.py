@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.few_programs import choosing, few
 from helpers.gluon_interpreter import interpreted
 from helpers.gluon_shared import Descriptor
 from helpers.rows import runs_of
@@ -60,15 +61,9 @@ class Scene:
         return reference.attention(self.queries[slots, positions], self.shape, rows, self.kv, sinks)
 
 
-def few(config: hopper.HopperConfig) -> hopper.HopperConfig:
-    """In Python a program without splits takes almost as long as one with some."""
-    return replace(config, programs=min(config.programs, 8))
-
-
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    choose = hopper.choose
-    monkeypatch.setattr(hopper, "choose", lambda *given: few(choose(*given)))
+    monkeypatch.setattr(hopper, "choose", choosing(hopper.choose))
 
 
 def forms(shape: AttentionShape, programs: tuple[int, ...]) -> list[hopper.HopperConfig]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.few_programs import choosing, few
 from helpers.gluon_interpreter import interpreted
 from helpers.latent_scene import LatentScene
 from helpers.rows import runs_of
@@ -26,15 +27,9 @@ RUNS = [4, 3, 0, 1, 1]
 SPREAD = [*hopper.CONFIGS.values(), hopper.JOINING]
 
 
-def few(config: hopper.LatentHopperConfig) -> hopper.LatentHopperConfig:
-    """In Python a program without splits takes almost as long as one with some."""
-    return replace(config, programs=min(config.programs, 8))
-
-
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    choose = hopper.choose
-    monkeypatch.setattr(hopper, "choose", lambda *given, **are: few(choose(*given, **are)))
+    monkeypatch.setattr(hopper, "choose", choosing(hopper.choose))
 
 
 def scene_of(heads: int, dtype: torch.dtype, block_size: int, scale=None) -> LatentScene:

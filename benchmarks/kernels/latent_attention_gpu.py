@@ -5,8 +5,9 @@
         [--float8]
 
 A case is batch x window x context. Powers of two divide evenly among programs and flatter: some
-contexts are as long as a request's after some tokens. Times are of one layer, inside a CUDA graph
-over several layers' vectors, so they come from memory. GB/s are of the vectors read once, TFLOP/s
+contexts are as long as a request's after some tokens. Times are of one layer of a dozen or more, in
+a CUDA graph, as a layer's first vectors come while the one before it ends. Each layer has its own
+vectors, so they come from memory. GB/s are of the vectors read once, TFLOP/s
 of the products of visible positions; both stand beside what a copy and a square bf16 product of
 torch reach here.
 Every configuration is listed by form, queries, warps, stages and "l" where vectors are the left
@@ -38,7 +39,8 @@ from sametoken.ops.model.latent_attention.tuning import LatentConfig
 RANK, ROPE = 512, 64
 WIDTH = RANK + ROPE
 BLOCK_SIZE = 64
-#: Of all layers' vectors together, so that they do not stay in L2.
+#: The fewest layers, and the fewest bytes of their vectors, so that they do not stay in L2.
+MIN_LAYERS = 12
 ROTATED_BYTES = 300 << 20
 #: Queries, warps, stages, and whether vectors are the left operand; tiles of 64 positions.
 FEW = ((16, 4, 2, True), (32, 4, 2, True), (32, 8, 2, True), (16, 4, 2, False), (64, 8, 2, False))
@@ -73,7 +75,7 @@ class Scene:
         self.batch, self.context = batch, context
         per_slot = -(-context // BLOCK_SIZE)
         layer = (batch * per_slot + 1, BLOCK_SIZE, WIDTH)
-        layers = max(2, -(-ROTATED_BYTES // (dtype.itemsize * torch.Size(layer).numel())))
+        layers = max(MIN_LAYERS, -(-ROTATED_BYTES // (dtype.itemsize * torch.Size(layer).numel())))
         memory = torch.empty((layers, *layer), dtype=torch.bfloat16, device="cuda").normal_()
         memory = memory.to(dtype)
         self.layers = [LayerLatent(one, RANK) for one in memory]

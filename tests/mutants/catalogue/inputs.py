@@ -92,7 +92,7 @@ def limits_are_taken_for_drafts(patch: pytest.MonkeyPatch) -> None:
     """A window has as many drafts as the layout has room for: dead rows are judged."""
 
     def judge_dead_rows(x, layout):
-        return replace(x, num_drafts=layout.row(DRAFT_LIMIT) * x.samples)
+        return replace(x, num_drafts=layout.table[DRAFT_LIMIT, : len(x.samples)] * x.samples)
 
     with_inputs(patch, judge_dead_rows)
 

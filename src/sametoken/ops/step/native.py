@@ -20,7 +20,6 @@ from sametoken.ops.step.compact import (
     write_tables,
 )
 from sametoken.ops.step.types import Chances, LayoutTable, Sequences, StepInputs, VerifyResult
-from sametoken.types import layout as columns
 
 __all__ = [
     "advanced",
@@ -59,31 +58,13 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
         apart.data_ptr(),
     )  # fmt: skip
     slots, positions, token_ids, kv_slots, offsets = rows.unbind()
-    num_tokens, num_computed, num_proposed, num_drafts = requests.unbind()
     sampled = (
         SampledRows(None, slots, positions, token_ids, offsets)
         if shape.all_sampled
         else SampledRows(*apart.unbind())
     )
-    of_request = table[:, :count].unbind()
-    return StepInputs(
-        step_ids=of_request[columns.STEP_ID],
-        places=of_request[columns.PLACE],
-        slots=of_request[columns.SLOT],
-        num_tokens=num_tokens,
-        num_computed=num_computed,
-        num_query=of_request[columns.NUM_QUERY],
-        num_proposed=num_proposed,
-        num_drafts=num_drafts,
-        samples=samples,
-        row_starts=layout.starts(columns.ROW_START),
-        window_starts=layout.starts(columns.WINDOW_START),
-        token_ids=token_ids,
-        rows=AttentionRows(positions, slots, kv_slots, blocks, layout.runs, committed),
-        sampled=sampled,
-        kept=layout.kept(sampled, blocks),
-        num_speculative_tokens=sequences.num_speculative_tokens,
-    )
+    attended = AttentionRows(positions, slots, kv_slots, blocks, layout.runs, committed)
+    return layout.inputs(sequences, requests.unbind(), samples, token_ids, attended, sampled)
 
 
 def verify(keys: Tensor, x: StepInputs, chances: Chances | None = None) -> VerifyResult:

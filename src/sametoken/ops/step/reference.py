@@ -51,12 +51,11 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
     table, count = layout.table, layout.shape.num_requests
     # One more column: rows after the last request's belong to padding.
     slots, num_query, limits, samples = (table[i, : count + 1] for i in range(4))
-    row_starts, window_starts = map(layout.starts, (columns.ROW_START, columns.WINDOW_START))
     num_computed = sequences.num_computed[slots]
     num_proposed = sequences.num_drafts[slots] * samples
     num_drafts = torch.minimum(num_proposed, limits)
 
-    owner, offset = _owners(row_starts, layout.shape.num_rows)
+    owner, offset = _owners(layout.starts(columns.ROW_START), layout.shape.num_rows)
     live = offset < (num_query + num_drafts)[owner]
     is_query = offset < num_query[owner]
     row_slots = torch.where(live, slots[owner], sequences.reserved_slot)
@@ -71,24 +70,11 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
         if layout.shape.all_sampled
         else _sampled(sequences, layout, num_query, rows, token_ids)
     )
-    return StepInputs(
-        step_ids=layout.row(columns.STEP_ID),
-        places=layout.row(columns.PLACE),
-        slots=slots[:count],
-        num_tokens=sequences.num_tokens[slots[:count]],
-        num_computed=num_computed[:count],
-        num_query=num_query[:count],
-        num_proposed=num_proposed[:count],
-        num_drafts=num_drafts[:count],
-        samples=samples[:count].bool(),
-        row_starts=row_starts,
-        window_starts=window_starts,
-        token_ids=token_ids,
-        rows=rows,
-        sampled=sampled,
-        kept=layout.kept(sampled, sequences.block_table),
-        num_speculative_tokens=sequences.num_speculative_tokens,
+    lengths = (
+        sequences.num_tokens[slots[:count]],
+        *(of[:count] for of in (num_computed, num_proposed, num_drafts)),
     )
+    return layout.inputs(sequences, lengths, samples[:count].bool(), token_ids, rows, sampled)
 
 
 def _owners(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -192,14 +192,13 @@ def _prepare_inputs_kernel(
 def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
     """See ``StepOps.prepare_inputs``."""
     shape, table = layout.shape, layout.table
-    slots = layout.row(columns.SLOT)
     assert table.is_contiguous()
     # Separate allocations: views of a larger tensor may be unaligned, and cost another compilation.
-    facts = [slots.new_empty(shape.num_requests) for _ in range(4)]
-    samples = slots.new_empty(shape.num_requests, dtype=torch.bool)
-    token_ids, positions, row_slots, kv_slots = (slots.new_empty(shape.num_rows) for _ in range(4))
-    committed = slots.new_empty(shape.num_rows, dtype=torch.bool)
-    offsets = slots.new_empty(shape.num_sampled)
+    lengths = [table.new_empty(shape.num_requests) for _ in range(4)]
+    samples = table.new_empty(shape.num_requests, dtype=torch.bool)
+    token_ids, positions, row_slots, kv_slots = (table.new_empty(shape.num_rows) for _ in range(4))
+    committed = table.new_empty(shape.num_rows, dtype=torch.bool)
+    offsets = table.new_empty(shape.num_sampled)
     if shape.all_sampled:
         sampled = SampledRows(None, row_slots, positions, token_ids, offsets)
     else:
@@ -213,7 +212,7 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
         sequences.draft_ids,
         sequences.num_drafts,
         sequences.block_table,
-        *facts,
+        *lengths,
         samples,
         token_ids,
         positions,
@@ -236,29 +235,11 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
         sequences.block_size,
         BLOCK=_BLOCK,
         num_warps=4,
-        **pdl_options(slots),
+        **pdl_options(table),
     )
-    num_tokens, num_computed, num_proposed, num_drafts = facts
-    return StepInputs(
-        step_ids=layout.row(columns.STEP_ID),
-        places=layout.row(columns.PLACE),
-        slots=slots,
-        num_tokens=num_tokens,
-        num_computed=num_computed,
-        num_query=layout.row(columns.NUM_QUERY),
-        num_proposed=num_proposed,
-        num_drafts=num_drafts,
-        samples=samples,
-        row_starts=layout.starts(columns.ROW_START),
-        window_starts=layout.starts(columns.WINDOW_START),
-        token_ids=token_ids,
-        rows=AttentionRows(
-            positions, row_slots, kv_slots, sequences.block_table, layout.runs, committed
-        ),
-        sampled=sampled,
-        kept=layout.kept(sampled, sequences.block_table),
-        num_speculative_tokens=sequences.num_speculative_tokens,
-    )
+    blocks = sequences.block_table
+    rows = AttentionRows(positions, row_slots, kv_slots, blocks, layout.runs, committed)
+    return layout.inputs(sequences, lengths, samples, token_ids, rows, sampled)
 
 
 def _separate(offsets: Tensor) -> SampledRows:

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from sametoken.ops.backend import AttentionRows, KeptRows, RowRuns, SampledRows
 from sametoken.ops.expanded_rows import ExpandedRows
-from sametoken.types.layout import ROW_START, WINDOW_START, StepShape
+from sametoken.types.layout import (
+    NUM_QUERY,
+    PLACE,
+    ROW_START,
+    SLOT,
+    STEP_ID,
+    WINDOW_START,
+    StepShape,
+)
 
 #: Columns of a result before the window's tokens: step id, drafts, drafts before the limit,
 #: accepted drafts, fault.
@@ -68,10 +76,6 @@ class LayoutTable:
     table: Tensor
     shape: StepShape
 
-    def row(self, index: int) -> Tensor:
-        """[B] int64: one row of the table, up to the last request."""
-        return self.table[index, : self.shape.num_requests]
-
     def starts(self, index: int) -> Tensor:
         """[B + 1] int64: a row of running sums."""
         return self.table[index, : self.shape.num_requests + 1]
@@ -103,6 +107,42 @@ class LayoutTable:
             rows.positions[:first], rows.slots[:first], rows.kv_slots[:first], table, runs
         )
         return replace(rows, expanded=ExpandedRows(others, rows, expanded, block_size))
+
+    def inputs(
+        self,
+        sequences: Sequences,
+        lengths: Sequence[Tensor],
+        samples: Tensor,
+        token_ids: Tensor,
+        rows: AttentionRows,
+        sampled: SampledRows,
+    ) -> StepInputs:
+        """The step's inputs, of what an operation read from ``sequences``.
+
+        Args:
+            lengths: ``num_tokens``, ``num_computed``, ``num_proposed`` and ``num_drafts``.
+            samples, token_ids, rows, sampled: as ``StepInputs`` has them.
+        """
+        num_tokens, num_computed, num_proposed, num_drafts = lengths
+        of_requests = self.table[:, : self.shape.num_requests].unbind()
+        return StepInputs(
+            step_ids=of_requests[STEP_ID],
+            places=of_requests[PLACE],
+            slots=of_requests[SLOT],
+            num_tokens=num_tokens,
+            num_computed=num_computed,
+            num_query=of_requests[NUM_QUERY],
+            num_proposed=num_proposed,
+            num_drafts=num_drafts,
+            samples=samples,
+            row_starts=self.starts(ROW_START),
+            window_starts=self.starts(WINDOW_START),
+            token_ids=token_ids,
+            rows=rows,
+            sampled=sampled,
+            kept=self.kept(sampled, sequences.block_table),
+            num_speculative_tokens=sequences.num_speculative_tokens,
+        )
 
     def kept(self, sampled: SampledRows, block_table: Tensor) -> KeptRows | None:
         """The sampled rows, if only their states are wanted; None: all rows are."""

@@ -208,6 +208,7 @@ def _rope(settings: Settings, *, rotates_parts: bool) -> dict[str, Any]:
             "which are not supported",
             "use a checkpoint whose layers share one",
         )
+    given = {key: value for key, value in given.items() if value is not None}
     own = Settings(given, settings.location)
     whole = settings.number("partial_rotary_factor", 1.0)
     partial = own.number("partial_rotary_factor", whole)

@@ -535,6 +535,13 @@ def test_positions_in_three_parts_are_one_for_text(tmp_path):
     assert found.also_sees
 
 
+def test_rope_settings_that_are_null_are_as_good_as_absent(tmp_path):
+    given = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": None}
+    for name in ("LlamaForCausalLM", "Phi3ForCausalLM"):
+        rope = read(tmp_path, BASE | {"architectures": [name], "rope_parameters": given}).rope
+        assert rope == {"rope_type": "default", "rope_theta": 5e5}
+
+
 def test_rope_lengths_are_filled_in(tmp_path):
     rope = read(tmp_path, BASE | {"rope_scaling": {"rope_type": "yarn", "factor": None}}).rope
     assert rope["original_max_position_embeddings"] == 512

@@ -129,6 +129,12 @@ def test_keys_that_transformers_passes_over_beside_images(tmp_path, name, change
     require_logits_of_edited(tmp_path, theirs, changes, PROMPT, [7])
 
 
+@pytest.mark.parametrize("key", ["norm_topk_prob", "rope_interleave"])
+def test_a_null_is_off_where_transformers_has_it_off(tmp_path, key):
+    theirs = random_model(fixed_latent("deepseek_v3"), seed=2)
+    require_logits_of_edited(tmp_path, theirs, {key: None}, PROMPT, [7])
+
+
 def test_gemma_3_s_rope_is_not_scaled_by_a_type_that_transformers_passes_over(tmp_path):
     path = write_family(tmp_path, "gemma3") / "config.json"
     config = json.loads(path.read_text())

@@ -321,6 +321,12 @@ class DeepseekV3ForCausalLM(DeepseekDecoder):
         "first_k_dense_replace": 3,
     }
 
+    @classmethod
+    def renamed(cls, settings: Settings) -> dict[str, Any]:
+        """Switches that are on where they are absent, and off where they are null."""
+        switches = ("norm_topk_prob", "rope_interleave")
+        return {key: False for key in switches if settings.values.get(key, True) is None}
+
     @staticmethod
     def routing(settings: Settings) -> Routing:
         """As ``DeepseekDecoder.routing``."""

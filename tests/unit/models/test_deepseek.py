@@ -126,13 +126,18 @@ def test_only_a_scaled_rope_with_mscale_all_dim_scales_the_scores(tmp_path):
         assert found == pytest.approx(plain * factor)
 
 
-def test_switches_that_are_null_are_as_good_as_absent(tmp_path):
+@pytest.mark.parametrize("given", [None, False, True, ...])
+def test_switches_that_are_null_are_off_and_absent_ones_on(tmp_path, given):
+    """As in transformers: test_parity_families.py compares the logits."""
     config = json.loads(fixed_latent("deepseek_v3").to_json_string())
     config |= {"architectures": ["DeepseekV3ForCausalLM"]}
-    written(tmp_path, config, norm_topk_prob=None, rope_interleave=None)
+    for key in ("norm_topk_prob", "rope_interleave"):
+        del config[key]
+        config |= {} if given is ... else {key: given}
+    written(tmp_path, config)
     layer = load(tmp_path, load_format="dummy").layers[-1]
-    assert layer.mlp.routed.routing.normalise
-    assert layer.attention.rotary.interleaved
+    assert layer.mlp.routed.routing.normalise == bool(given)
+    assert layer.attention.rotary.interleaved == bool(given)
 
 
 def test_dense_and_sparse_layers_lie_where_the_config_says(tmp_path):

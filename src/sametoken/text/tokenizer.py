@@ -81,8 +81,9 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The Jinja text of the chat template; empty: there is none."""
-        return str(self.hf.chat_template or "")
+        """The Jinja text of the chat template, or of all by name; empty: there is none."""
+        given = self.hf.chat_template or ""
+        return "\n".join(given.values()) if isinstance(given, dict) else str(given)
 
     @cached_property
     def max_token_chars(self) -> int:
@@ -152,12 +153,13 @@ class Tokenizer:
         Raises:
             RequestError: there is no chat template, or it refuses the messages.
         """
-        template = options.get("chat_template") or self.chat_template
-        if not template:
+        given = options.get("chat_template")
+        if not (given or self.chat_template):
             raise RequestError(
                 "the model has no chat template", "give a text to continue, or chat_template"
             )
         try:
+            template = self.hf.get_chat_template(given, options.get("tools"))
             text = self._render(messages, options, str(template))
         except TemplateSyntaxError as error:
             raise RequestError(

@@ -514,6 +514,20 @@ def test_messages_are_the_template_s_where_it_knows_developers_or_none_speaks(to
     assert found == "<system>d<system>d"
 
 
+@pytest.mark.parametrize("chosen", [{}, {"chat_template": "tool_use"}])
+def test_messages_are_those_of_the_template_that_is_used_of_several(tokenizer, tmp_path, chosen):
+    tokenizer.hf.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    loaded.hf.chat_template = {"default": WITH_DEVELOPERS, "tool_use": STRICT}
+    strict = bool(chosen)
+    found = loaded.apply_chat_template(INSTRUCTED, **chosen)
+    assert found == ("<system>a\n\nb<user>hi<user>c" if strict else "<system>a<dev>b<user>hi<dev>c")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert loaded.apply_chat_template(INSTRUCTED, tools=tools) == "<system>a\n\nb<user>hi<user>c"
+    assert WITH_DEVELOPERS in loaded.chat_template
+    assert STRICT in loaded.chat_template
+
+
 #: Of Mistral's kind: turns alternate.
 ALTERNATING = """\
 {%- for message in messages %}

@@ -49,6 +49,11 @@ class ByTarget(Quantization):
     groups: tuple[Targeted, ...]
     ignored: Targeted
 
+    @property
+    def expressions(self) -> tuple[re.Pattern[str], ...]:
+        """All that a name is matched with."""
+        return tuple(one for each in (*self.groups, self.ignored) for one in each.expressions)
+
     def format_of(self, module: str, source: TensorSource) -> LinearFormat | None:
         """See ``Quantization``.
 

@@ -11,7 +11,13 @@ from collections import defaultdict
 
 from sametoken.models.load.by_target import HEAD, ByTarget, Targeted, all_stored
 from sametoken.models.load.int4_linear import AWQ, GPTQ, GPTQ_V2, Int4Linear
-from sametoken.models.load.settings import Settings, compiled, require_known, unsupported
+from sametoken.models.load.settings import (
+    Settings,
+    compiled,
+    require_known,
+    require_quick,
+    unsupported,
+)
 
 #: The version of AWQ's layout that is read.
 _GEMM = "gemm"
@@ -117,7 +123,10 @@ def read_auto_round(settings: Settings) -> ByTarget:
     named = [Targeted(frozenset(modules), (), False, one) for one, modules in names.items()]
     head = Targeted(frozenset(), (HEAD,), False, None)
     others = Targeted(frozenset(), (), True, _of_auto_round(settings))
-    return ByTarget((*named, head, *expressions, others), Targeted(frozenset(), (), False, None))
+    nothing = Targeted(frozenset(), (), False, None)
+    whole = ByTarget((*named, head, *expressions, others), nothing)
+    require_quick(settings, whole.expressions)
+    return whole
 
 
 def _of_auto_round(settings: Settings) -> Int4Linear | None:

@@ -39,6 +39,7 @@ from sametoken.models.load.settings import (
     compiled,
     quantization_settings,
     require_known,
+    require_quick,
     unsupported,
 )
 
@@ -152,6 +153,7 @@ def _read_mxfp4(settings: Settings) -> Quantization:
     patterns = [rf"(?:{start})(?:(?<=\.)|(?=\.|$))" for start in starts]
     patterns += [rf".*{re.escape(name)}$" for name in names]
     expressions = tuple(map(re.compile, patterns))
+    require_quick(settings, expressions)
     return StackedExperts(Mxfp4Stack(), Targeted(frozenset(), expressions, False, None))
 
 
@@ -182,7 +184,9 @@ def _read_compressed_tensors(settings: Settings) -> Quantization:
                 f"supported: {', '.join(_COMPRESSED)}",
             )
         read.append(_targeted(own, own.names("targets"), _COMPRESSED[kind](own)))
-    return ByTarget(tuple(read), _targeted(settings, settings.names("ignore"), None))
+    found = ByTarget(tuple(read), _targeted(settings, settings.names("ignore"), None))
+    require_quick(settings, found.expressions)
+    return found
 
 
 def _targeted(

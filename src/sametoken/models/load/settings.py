@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from reprlib import repr as short
 from typing import Any
@@ -202,12 +202,9 @@ def compiled(settings: Settings, expression: str) -> re.Pattern[str]:
         CheckpointError: it is none.
         UnsupportedError: it is too long, or repeats too much.
     """
-    repeats = len(re.findall(r"(?<!\\)[*+{]", expression))
     nested = re.search(r"\)[*+{]", expression)
-    ways = math.prod(part.count("|") + 1 for part in re.split(r"[()]", expression))
-    ways *= 2 ** len(re.findall(r"[^(\\]\?", expression)) * _WAYS_OF_REPEAT**repeats
-    too_many = repeats > _MAX_REPEATS or ways > _MAX_WAYS
-    if len(expression) > _MAX_EXPRESSION or too_many or nested:
+    # A long one's ways are a number of many digits.
+    if len(expression) > _MAX_EXPRESSION or nested or _repeats_too_much(expression):
         raise UnsupportedError(
             f"{settings.location}: the expression {short(expression)} repeats too much",
             "name the modules",
@@ -218,6 +215,34 @@ def compiled(settings: Settings, expression: str) -> re.Pattern[str]:
         raise CheckpointError(
             f"{settings.location}: {short(expression)} is no regular expression ({error})", COMPARE
         ) from error
+
+
+def require_quick(settings: Settings, expressions: Iterable[re.Pattern[str]]) -> None:
+    """Refuse ``compiled`` expressions that are tried in turn where all could take very long.
+
+    Raises:
+        UnsupportedError: they are too many that repeat so much.
+    """
+    if sum(_ways(one.pattern) for one in expressions) > _MAX_WAYS:
+        raise UnsupportedError(
+            f"{settings.location}: its expressions repeat too much, one after the other",
+            "name the modules",
+        )
+
+
+def _repeats_too_much(expression: str) -> bool:
+    return _repeats(expression) > _MAX_REPEATS or _ways(expression) > _MAX_WAYS
+
+
+def _repeats(expression: str) -> int:
+    return len(re.findall(r"(?<!\\)[*+{]", expression))
+
+
+def _ways(expression: str) -> int:
+    """An estimate of the ways to read a name that matching may try."""
+    ways: int = math.prod(part.count("|") + 1 for part in re.split(r"[()]", expression))
+    ways *= 2 ** len(re.findall(r"[^(\\]\?", expression)) * _WAYS_OF_REPEAT ** _repeats(expression)
+    return ways
 
 
 def unsupported(settings: Settings, key: str, remedy: str) -> UnsupportedError:

@@ -426,6 +426,25 @@ def test_expressions_that_could_take_long_are_refused(expression):
         read(changed(CHANNEL, "targets", [expression]))
 
 
+def test_expressions_that_together_could_take_long_are_refused():
+    """A name is matched with one after the other."""
+    expressions = [f"{'.*' * 5}{index}" for index in range(9)]
+    named = [f"re:{one}" for one in expressions]
+    group = compressed_config("channel")["config_groups"]["group_0"]
+    keys = {one.removeprefix(".*"): {"bits": 16} for one in expressions}
+    for config in (
+        compressed_config("channel", ignore=named),
+        compressed_config(
+            "channel", config_groups={one: group | {"targets": [one]} for one in named}
+        ),
+        {"quant_method": "auto-round", "bits": 4, "sym": True, "extra_config": keys},
+        {"quant_method": "mxfp4", "modules_to_not_convert": expressions},
+    ):
+        with pytest.raises(UnsupportedError, match="repeat too much, one after the other"):
+            read(config)
+    read(compressed_config("channel", ignore=named[:8]))
+
+
 @pytest.mark.parametrize("expression", ["re:[a", "re:a{4294967296}"])
 def test_what_is_no_expression_is_refused(expression):
     with pytest.raises(CheckpointError, match="no regular expression"):

@@ -123,15 +123,23 @@ def _with_known_effort(options: Mapping[str, Any], template: str) -> dict[str, A
 
 def _in_turns(messages: Messages, joined: set[tuple[str, str]]) -> list[Mapping[str, Any]]:
     """The messages with those of such neighbouring roles as one, unless the first one calls."""
-    turns: list[Mapping[str, Any]] = []
+    turns: list[list[Mapping[str, Any]]] = []
     for message in messages:
-        before = turns[-1] if turns else {}
-        roles = before.get("role", ""), message.get("role", "")
-        if roles in joined and not before.get("tool_calls"):
-            turns[-1] = {**message, **_joined((before, message), roles[0])}
+        turn = turns[-1] if turns else [{}]
+        roles = turn[0].get("role", ""), message.get("role", "")
+        if roles in joined and not turn[-1].get("tool_calls"):
+            turn.append(message)
         else:
-            turns.append(message)
-    return turns
+            turns.append([message])
+    return [turn[0] if len(turn) == 1 else _as_one(turn) for turn in turns]
+
+
+def _as_one(turn: Messages) -> Mapping[str, Any]:
+    """One message with the texts of several, and other fields of the first that has them."""
+    fields: dict[str, Any] = {}
+    for message in reversed(turn):
+        fields |= message
+    return {**fields, **_joined(turn, turn[0]["role"])}
 
 
 def _with_user(messages: Messages) -> Messages:

@@ -31,6 +31,7 @@ from sametoken.errors import (
 )
 from sametoken.models.load.gguf_file import read_gguf
 from sametoken.models.names import resolve_model
+from sametoken.text import template_inputs
 from sametoken.text.gguf_tokenizer import build_gguf_tokenizer, pre_tokenizer
 from sametoken.text.tokenizer import (
     Tokenizer,
@@ -597,6 +598,20 @@ def test_a_template_gets_the_turns_that_it_takes(tokenizer, template, said, rend
         return
     with pytest.raises(RequestError, match="refuses the messages: none"):
         tokenizer.apply_chat_template(messages, chat_template=template)
+
+
+def test_many_messages_of_a_turn_are_joined_once(tokenizer, monkeypatch):
+    copied, join = [], template_inputs._joined
+
+    def joined(messages, role):
+        copied.append(sum(len(message["content"]) for message in messages))
+        return join(messages, role)
+
+    monkeypatch.setattr(template_inputs, "_joined", joined)
+    messages = [{"role": "user", "content": "a"}] * 300
+    text = tokenizer.apply_chat_template(messages, chat_template=ALTERNATING)
+    assert text == "<user>" + "\n\n".join("a" * 300)
+    assert sum(copied) < len(text)
 
 
 def test_a_template_that_reads_one_call_of_a_message_gets_one(tokenizer):

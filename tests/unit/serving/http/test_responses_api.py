@@ -15,7 +15,7 @@ from sametoken.serving.http import other_tools
 from sametoken.serving.http.parsed import FoundCall, FoundText, parse_nothing, parsed_of
 from sametoken.serving.http.responses_api.conversation import chat_request
 from sametoken.serving.http.responses_api.items import ItemWriter
-from sametoken.serving.http.responses_api.request import ResponsesRequest
+from sametoken.serving.http.responses_api.request import InputItem, ResponsesRequest
 from sametoken.serving.http.tools import template_messages
 
 EVENT = TypeAdapter(ResponseStreamEvent)
@@ -329,6 +329,21 @@ def test_instructions_at_the_beginning_are_one_message():
         ("developer", "developer\n\nsystem"),
         ("user", "user"),
     ]
+
+
+def test_many_instructions_are_joined_once():
+    copied = []
+
+    class Counted(str):
+        def __add__(self, other):
+            copied.append(len(self))
+            return Counted(str(self) + other)
+
+    item = InputItem(role="developer", content="b")
+    request = ResponsesRequest.model_construct(instructions=Counted("a"), input=[item] * 300)
+    (message,) = chat_request(request).messages
+    assert message.content == "\n\n".join(("a", *"b" * 300))
+    assert sum(copied) < len(message.content)
 
 
 def test_the_model_is_told_of_an_image_that_a_function_returned():

@@ -108,6 +108,8 @@ class _MessageWriter:
 
     def __init__(self) -> None:
         self._written: list[dict[str, Any]] = []
+        #: What follows the text of the first message; joined at the end, as they may be many.
+        self._instructions: list[str] = []
 
     def add(self, role: str, **fields: Any) -> None:
         """Begin a message."""
@@ -115,6 +117,10 @@ class _MessageWriter:
 
     def messages(self) -> list[Message]:
         """All messages."""
+        if self._instructions:
+            first = self._written[0]
+            first["content"] = "\n\n".join((first["content"], *self._instructions))
+            self._instructions = []
         return [Message(**{"content": None} | fields) for fields in self._written]
 
     def read(self, item: InputItem, place: str) -> None:
@@ -153,7 +159,7 @@ class _MessageWriter:
             self._of_assistant("content", "tool_calls")["content"] = text
         elif role in _INSTRUCTING and self._only_instructs:
             # Many templates read one such message alone.
-            self._written[0]["content"] += f"\n\n{text}"
+            self._instructions.append(text)
         else:
             self.add(role, content=text)
 

@@ -104,9 +104,21 @@ def shows_instructions(text: str, messages: Messages) -> bool:
     A single first one is the template's to word.
     """
     found = [message for message in messages if _instructs(message)]
-    return found == list(messages[:1]) or all(
-        (message.get("content") or "").strip() in text for message in found
+    return found == list(messages[:1]) or _has_all(
+        text, [(message.get("content") or "").strip() for message in found]
     )
+
+
+def _has_all(text: str, parts: Sequence[str]) -> bool:
+    """Whether a text has all parts; it is searched once where it has them in order."""
+    place = 0
+    for part in parts:
+        start = text.find(part, place)
+        if start >= 0:
+            place = start + len(part)
+        elif part not in text:
+            return False
+    return True
 
 
 def _with_known_effort(options: Mapping[str, Any], template: str) -> dict[str, Any]:

@@ -564,6 +564,27 @@ def test_a_template_that_refuses_messages_gets_one_of_the_system_and_turns(
     assert tokenizer.apply_chat_template(messages, chat_template=template) == rendered
 
 
+def test_many_instructions_are_looked_for_in_one_pass():
+    class Searched(str):
+        num_passed = 0
+
+        def find(self, part, start=0):
+            place = super().find(part, start)
+            self.num_passed += (len(self) if place < 0 else place + len(part)) - start
+            return place
+
+        def __contains__(self, part):
+            return self.find(part) >= 0
+
+    said = [{"role": "user", "content": "a" * 99}]
+    said += [{"role": "system", "content": f" {number} "} for number in range(300)]
+    text = Searched("".join(message["content"] for message in said))
+    assert template_inputs.shows_instructions(text, said)
+    assert text.num_passed <= len(text)
+    assert template_inputs.shows_instructions(text, [*said, said[1], said[300], said[2]])
+    assert not template_inputs.shows_instructions(text, [*said, {"role": "system", "content": "b"}])
+
+
 #: Of Mistral's kind: turns alternate, not counting calls and what they return.
 TURNS = """\
 {%- set turns = namespace(last="") %}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -322,6 +322,20 @@ class Message(BaseModel):
         Annotated[list[EarlierCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None
     ) = None
     tool_call_id: str | None = None
+
+
+def require_few_calls(calls: Sized, param: str) -> None:
+    """Refuse more calls than a message may have, where a turn of another API becomes one.
+
+    Raises:
+        ApiError: there are more; ``param`` is the field that has them.
+    """
+    if len(calls) > MAX_TOOL_CALLS:
+        raise invalid(
+            f"a turn of the assistant has {len(calls)} calls and at most {MAX_TOOL_CALLS} are "
+            "allowed. Send fewer",
+            param,
+        )
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

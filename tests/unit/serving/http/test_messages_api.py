@@ -209,6 +209,7 @@ CHAT = [
     {"role": "user", "content": "Well?\n5 tokens left."},
 ]
 FUNCTION = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
+USE = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 #: Written at the prompt's end, beside what the template writes itself.
 VARIABLES = (
@@ -377,6 +378,15 @@ def in_user(**block) -> dict:
         ({"stop": ["x"]}, "use stop_sequences"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported"),
         ({"temprature": 1}, "'temperature'"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "hi"},
+                    {"role": "assistant", "content": [USE] * 1025},
+                ]
+            },
+            "has 1025 calls and at most 1024 are allowed",
+        ),
         # As Claude Code, Qwen Code and LiteLLM read it.
         (
             in_user(type="text", text="x" * 600),

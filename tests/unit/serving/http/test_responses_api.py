@@ -532,6 +532,11 @@ def test_the_constraint_is_that_of_the_format(serve):
         ),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input", "'text'"),
         ({"input": []}, "input", "at least 1"),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f"}] * 1025},
+            "input",
+            "has 1025 calls and at most 1024 are allowed",
+        ),
         ({"top_logprobs": 5, "stream_options": {}}, "stream_options", "Set stream to true"),
         ({"unheard_of": 1}, "unheard_of", "unknown field"),
     ],

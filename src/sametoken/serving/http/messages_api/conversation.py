@@ -29,6 +29,7 @@ from sametoken.serving.http.schemas import (
     Message,
     ResponseFormat,
     SamplingFields,
+    require_few_calls,
     thinking_variables,
 )
 from sametoken.serving.http.tool_media import without_media
@@ -60,7 +61,7 @@ def chat_request(request: CountTokensRequest, max_tokens: int | None = None) -> 
 
     Raises:
         ApiError: a message has a block that is not supported, or the choice of a tool no name, or
-            see ``_tools``.
+            see ``_tools`` and ``require_few_calls``.
     """
     _require_supported(request)
     sampling = {name: getattr(request, name) for name in SamplingFields.model_fields}
@@ -212,7 +213,11 @@ def _question(blocks: Sequence[Block]) -> list[Message]:
 
 
 def _answer(blocks: Sequence[Block]) -> Message:
-    """A turn of the assistant, whose blocks are pieces of what the model wrote."""
+    """A turn of the assistant, whose blocks are pieces of what the model wrote.
+
+    Raises:
+        ApiError: see ``require_few_calls``.
+    """
     reasoning, texts, calls = [], [], []
     for block in blocks:
         if isinstance(block, TextBlock):
@@ -227,6 +232,7 @@ def _answer(blocks: Sequence[Block]) -> Message:
     if reasoning:
         fields["reasoning"] = "".join(reasoning)
     if calls:
+        require_few_calls(calls, "messages")
         fields["tool_calls"] = calls
     return Message(role="assistant", **fields)
 

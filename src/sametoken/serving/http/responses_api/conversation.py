@@ -22,6 +22,7 @@ from sametoken.serving.http.schemas import (
     Message,
     ResponseFormat,
     SamplingFields,
+    require_few_calls,
 )
 from sametoken.serving.http.tool_media import without_media
 from sametoken.serving.http.tool_schemas import (
@@ -42,7 +43,8 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
     """The same request for a chat completion.
 
     Raises:
-        ApiError: an item lacks a field, or holds other parts than text; or see ``chat_tools``.
+        ApiError: an item lacks a field, or holds other parts than text; or see ``chat_tools`` and
+            ``require_few_calls``.
     """
     sampling = {name: getattr(request, name) for name in SamplingFields.model_fields}
     values: dict[str, Any] = sampling | {
@@ -116,11 +118,17 @@ class _MessageWriter:
         self._written.append({"role": role, **fields})
 
     def messages(self) -> list[Message]:
-        """All messages."""
+        """All messages.
+
+        Raises:
+            ApiError: see ``require_few_calls``.
+        """
         if self._instructions:
             first = self._written[0]
             first["content"] = "\n\n".join((first["content"], *self._instructions))
             self._instructions = []
+        for fields in self._written:
+            require_few_calls(fields.get("tool_calls", ()), "input")
         return [Message(**{"content": None} | fields) for fields in self._written]
 
     def read(self, item: InputItem, place: str) -> None:

@@ -182,10 +182,10 @@ def _bench(
 def _show(title: str, session: Session, summaries: Sequence[Summary]) -> None:
     console = wide_console()
     for line in _heading(title, session):
-        console.print(line, markup=False)
+        console.print(line)
     console.print(_table(summaries))
     for line in _findings(session, summaries):
-        console.print(line, markup=False)
+        console.print(line)
 
 
 def _findings(session: Session, summaries: Sequence[Summary]) -> Iterator[str]:

@@ -170,19 +170,18 @@ def _show(document: Mapping[str, Any]) -> None:
         f"{document['benchmark']} of {workload['dataset']} by {workload['api']}, "
         f"{workload['output_len']} out at most, temperature {workload['temperature']:g}, "
         f"{requested['model']} at {document['settings']['server']['url']}",
-        markup=False,
     )
     if document["synthetic"]:
         synthetic = ", ".join(document["synthetic"]).upper()
-        console.print(f"{synthetic}: only times mean anything", markup=False)
+        console.print(f"{synthetic}: only times mean anything")
     console.print(_table(document["results"], workload["goals"]))
     for load in document["missing_loads"]:
-        console.print(f"not measured: {_load_name(load)}", markup=False)
+        console.print(f"not measured: {_load_name(load)}")
     for result in document["results"]:
         for error, count in result["errors"].items():
-            console.print(f"{count} failed: {error}", markup=False)
+            console.print(f"{count} failed: {error}")
         if not result["tokens_counted_by_server"]:
-            console.print("the server counts no tokens: events are counted instead", markup=False)
+            console.print("the server counts no tokens: events are counted instead")
 
 
 def _table(results: Sequence[Mapping[str, Any]], goals: Mapping[str, float]) -> Table:

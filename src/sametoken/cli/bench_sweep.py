@@ -99,7 +99,7 @@ def sweep(
     file = None if spec is None else read_json(spec, 'give axes, as in {"concurrency": [1, 8]}')
     cells = make_sweep(preset, file, _given(axes, options))
     if not dry_run:
-        show = status_console(markup=False).print
+        show = status_console().print
         run_sweep(cells, directory, retry_failed=retry_failed, announce=show)
     rows = _rows(cells, directory)
     if json_output:

@@ -63,7 +63,7 @@ def evaluate(
     if compare_plain and config.speculative_config is None:
         raise ConfigError("there is no speculation to compare", "give --speculative-config")
     require_adapter(config.lora_modules, settings.lora_request)
-    status = status_console(markup=False)
+    status = status_console()
     status.print(f"loading the data of {task}")
     tasks = accuracy.load_tasks(settings)
     if metric is not None:

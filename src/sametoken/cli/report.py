@@ -155,16 +155,19 @@ def announce(line: str) -> None:
     typer.echo(line, err=True)
 
 
-def status_console(*, markup: bool = True) -> Console:
-    """Make a console on stderr, for progress; without ``markup`` brackets are text."""
+def status_console() -> Console:
+    """Make a console on stderr, for progress; brackets and colons of names are text."""
     from sametoken.cli.console import Console
 
-    return Console(stderr=True, highlight=False, soft_wrap=True, markup=markup)
+    return Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def wide_console() -> Console:
-    """Make a console as wide as the terminal; without one, wide enough for ``bench``'s tables."""
+    """Make a console as wide as the terminal; without one, wide enough for ``bench``'s tables.
+
+    Brackets and colons of names are text.
+    """
     from sametoken.cli.console import Console
 
     width = None if sys.stdout.isatty() else _WIDTH
-    return Console(highlight=False, soft_wrap=True, width=width)
+    return Console(highlight=False, soft_wrap=True, width=width, markup=False, emoji=False)

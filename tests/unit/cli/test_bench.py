@@ -58,6 +58,15 @@ def test_latency_prints_a_table_for_every_concurrency(target):
     assert "loading" in result.stderr
 
 
+def test_brackets_of_a_path_are_text(target, tmp_path):
+    model = tmp_path / "a[" / "x]"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    result = run("latency", str(model), *SMALL, "--num-iters", "1")
+    assert result.exit_code == 0, result.output
+    assert f"loading {model}" in result.stderr
+
+
 def test_throughput_is_one_json_object(target):
     arguments = ("--num-prompts", "5", "--concurrency", "2", "--seed", "3", "--json")
     result = run(

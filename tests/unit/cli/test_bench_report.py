@@ -46,6 +46,14 @@ def test_a_value_of_another_kind_is_shown(tmp_path):
     assert report(str(tmp_path / "odd.json")).exit_code == 0
 
 
+def test_names_are_shown_as_they_are(runs):
+    """rich would read brackets as styles, and a closing one without its opening is an error."""
+    result = report(*runs, "--label", "[v1]", "--label", "a[/b] :cat:")
+    assert result.exit_code == 0, result.output
+    assert "[v1]" in result.stdout
+    assert "a[/b] :cat:" in result.stdout
+
+
 def test_json(runs):
     value = json.loads(report(*runs, "--json").stdout)
     assert [cell["numbers"]["tokens_per_second"] for cell in value["cells"]] == [100, 200, 200, 400]

@@ -321,7 +321,7 @@ def test_a_result_of_something_else_is_no_measurement(tmp_path, change):
         compare_runs([tmp_path / "a.json"])
 
 
-@pytest.mark.parametrize("value", ["<b>1</b>", [1], {}, True])
+@pytest.mark.parametrize("value", ["<b>1</b>", [1], {}, True, 10**400])
 def test_a_number_that_is_none_is_no_measurement(tmp_path, value):
     run = document()
     run["results"][0]["tokens_per_second"] = value

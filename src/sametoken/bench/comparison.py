@@ -7,7 +7,7 @@ tensor parallelism. A *cell* is one series under one workload.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +18,7 @@ from typing import Any
 import sametoken
 from sametoken.bench.documents import read_json
 from sametoken.bench.names import EngineNames, numbered
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, shown
 
 HIGHER, LOWER = "higher", "lower"
 THROUGHPUT, LATENCY, SPECULATION = "throughput", "latency", "speculation"
@@ -260,8 +260,11 @@ def _number(value: Any) -> float:
     Raises:
         TypeError: it is no finite number.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise TypeError(f"{value!r} is no number")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{shown(value)} is no number")
+    # An int may be beyond every float; NaN fails each comparison.
+    if not abs(value) <= sys.float_info.max:
+        raise TypeError(f"{shown(value)} is no number")
     return value
 
 

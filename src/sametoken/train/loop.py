@@ -151,13 +151,12 @@ class _Loop:
         self, report: Callable[[Report], None], began: float, interrupts: DeferredInterrupts
     ) -> None:
         meter = _Meter()
+        self._plan(meter, began)
         while self._step < self._steps:
             interrupts.check()
             meter.add(interrupts.cuttable(self._take_step))
             self._step += 1
-            if self._pace.wants(self._step):
-                meter.wait()
-                self._steps = self._pace.planned(self._step, time.monotonic() - began, self._steps)
+            self._plan(meter, began)
             late = self._pace.is_late(time.monotonic() - began)
             if self._step % _REPORT_EVERY == 0 or self._step == self._steps or late:
                 rate = self._optimizer.param_groups[0]["lr"]
@@ -168,6 +167,12 @@ class _Loop:
             every = self._options.checkpoint_every
             if every and self._step % every == 0:
                 self._save()
+
+    def _plan(self, meter: _Meter, began: float) -> None:
+        """Set the number of steps to what fits the time, once that can be told."""
+        if self._pace.wants(self._step):
+            meter.wait()
+            self._steps = self._pace.planned(self._step, time.monotonic() - began, self._steps)
 
     def _take_step(self) -> StepLoss:
         for group in self._optimizer.param_groups:
@@ -325,26 +330,33 @@ def _require_moments(moments: dict[int, Any], optimizer: torch.optim.Optimizer, 
 
 
 class _Pace:
-    """Turns ``max_seconds`` into a number of steps by timing the second half of warm-up."""
+    """Turns ``max_seconds`` into a number of steps by timing the second half of warm-up.
+
+    A training that is resumed within it times what is left of it.
+    """
 
     def __init__(self, options: LoopOptions) -> None:
         self._seconds = options.max_seconds
         # Of one step there is no second half.
         self._warmup = max(options.warmup_steps, 2)
-        self._half_time: float | None = None
+        # The step from which steps are timed, and the time after it.
+        self._since: tuple[int, float] | None = None
 
     def wants(self, step: int) -> bool:
         """Whether the time after this step is needed."""
-        return self._seconds is not None and step in (self._warmup // 2, self._warmup)
+        is_first = self._since is None and self._warmup // 2 <= step < self._warmup
+        return self._seconds is not None and (is_first or step == self._warmup)
 
     def planned(self, step: int, elapsed: float, steps: int) -> int:
         """The total number of steps; ``steps`` until warm-up has ended."""
         if step < self._warmup:
-            self._half_time = elapsed
+            self._since = step, elapsed
             return steps
-        if self._seconds is None or self._half_time is None:
+        # Without it the training is resumed after warm-up, with the number of steps decided.
+        if self._seconds is None or self._since is None:
             return steps
-        per_step = (elapsed - self._half_time) / (self._warmup - self._warmup // 2)
+        first, then = self._since
+        per_step = (elapsed - then) / (step - first)
         left = self._seconds * _PLANNED - elapsed
         return min(steps, max(step + int(left / max(per_step, 1e-6)), step))
 

@@ -215,6 +215,18 @@ def test_steps_are_planned_after_the_shortest_warm_up_too(tmp_path, clock):
     assert last.steps == last.step == 94
 
 
+@pytest.mark.parametrize("warmup_steps", [9, 12, 16])
+def test_steps_are_planned_after_a_break_in_the_second_half_of_warm_up(
+    tmp_path, clock, warmup_steps
+):
+    chosen = options(steps=1000, warmup_steps=warmup_steps, max_seconds=100.0)
+    with pytest.raises(KeyboardInterrupt):
+        train(Interrupted(1), tmp_path, chosen)
+    # The time counts from the resumed training's beginning, which step 9 is the first of.
+    last = train(Fit(clock), tmp_path, replace(chosen, resume=True))
+    assert last.steps == last.step == 8 + 94
+
+
 def test_no_step_is_begun_after_the_time(tmp_path, clock):
     slow = Fit(clock)
     last = train(slow, tmp_path, options(warmup_steps=1000, steps=1000, max_seconds=4.5))

@@ -203,6 +203,11 @@ STATES = {
     "a step past the end": changed("step", 5),
     "a step before the first": changed("step", -1),
     "no network": changed("network", None),
+    "no sums": changed("meter", None),
+    "sums that are a list": changed("meter", [1]),
+    "sums of another shape": changed(
+        "meter", {"offered": torch.zeros(2), "accepted": torch.zeros(3)}
+    ),
     "a network that is a list": changed("network", [1]),
     "a tensor of another shape": changed("network/weight", torch.zeros(9, 9)),
     "a tensor that is a number": changed("network/weight", 5),

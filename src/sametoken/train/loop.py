@@ -25,7 +25,7 @@ from sametoken.train.compute import enough_memory
 from sametoken.train.options import LoopOptions
 
 CHECKPOINT = "checkpoint.pt"
-_FORMAT = "sametoken-training-3"
+_FORMAT = "sametoken-training-4"
 # Steps between reports, each of which waits for the device.
 _REPORT_EVERY = 10
 # Share of ``max_seconds`` that the steps are planned to take.
@@ -127,7 +127,7 @@ class _Loop:
         self._step, self._steps = 0, options.steps
         self._is_whole = True
         self._last = Report(0, self._steps, 0.0, 0.0, (), 1.0, 0.0)
-        self._pace = _Pace(options)
+        self._meter, self._pace = _Meter(), _Pace(options)
         self._require_room()
         if options.resume:
             self._restore()
@@ -150,13 +150,13 @@ class _Loop:
     def _take_steps(
         self, report: Callable[[Report], None], began: float, interrupts: DeferredInterrupts
     ) -> None:
-        meter = _Meter()
-        self._plan(meter, began)
+        meter = self._meter
+        self._plan(began)
         while self._step < self._steps:
             interrupts.check()
             meter.add(interrupts.cuttable(self._take_step))
             self._step += 1
-            self._plan(meter, began)
+            self._plan(began)
             late = self._pace.is_late(time.monotonic() - began)
             if self._step % _REPORT_EVERY == 0 or self._step == self._steps or late:
                 rate = self._optimizer.param_groups[0]["lr"]
@@ -168,10 +168,10 @@ class _Loop:
             if every and self._step % every == 0:
                 self._save()
 
-    def _plan(self, meter: _Meter, began: float) -> None:
+    def _plan(self, began: float) -> None:
         """Set the number of steps to what fits the time, once that can be told."""
         if self._pace.wants(self._step):
-            meter.wait()
+            self._meter.wait()
             self._steps = self._pace.planned(self._step, time.monotonic() - began, self._steps)
 
     def _take_step(self) -> StepLoss:
@@ -224,6 +224,7 @@ class _Loop:
             "step": self._step,
             "steps": self._steps,
             "report": asdict(self._last),
+            "meter": self._meter.sums(),
             "network": self._objective.network.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "rng": torch.get_rng_state(),
@@ -251,6 +252,7 @@ class _Loop:
         self._step, self._steps = step, steps
         # No step follows a training that was complete.
         self._last = Report(**state["report"])
+        self._meter = _Meter.of(state["meter"], self._parameters[0].device)
         self._objective.network.load_state_dict(state["network"])
         moments = state["optimizer"]["state"]
         _require_moments(moments, self._optimizer, step)
@@ -372,6 +374,29 @@ class _Meter:
         self._loss: Tensor | None = None
         self._acceptance: Acceptance | None = None
         self._count = 0
+
+    @classmethod
+    def of(cls, sums: dict[str, Any], device: torch.device) -> _Meter:
+        """A meter that goes on from another one's ``sums``."""
+        meter = cls()
+        if sums:
+            offered, accepted = (sums[name].to(device) for name in ("offered", "accepted"))
+            if (
+                offered.shape != accepted.shape
+                or sums["loss"].shape
+                or type(sums["count"]) is not int
+            ):
+                raise ValueError("sums since the last report have other shapes")
+            meter._loss, meter._count = sums["loss"].to(device), sums["count"]
+            meter._acceptance = Acceptance(offered, accepted)
+        return meter
+
+    def sums(self) -> dict[str, Any]:
+        """The sums, for a checkpoint; empty just after a report."""
+        if self._acceptance is None:
+            return {}
+        counts = asdict(self._acceptance)
+        return counts | {"loss": self._loss, "count": self._count}
 
     def add(self, found: StepLoss) -> None:
         loss = found.loss.detach()

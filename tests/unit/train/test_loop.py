@@ -118,6 +118,20 @@ def test_a_resumed_training_is_an_uninterrupted_one(tmp_path):
         assert torch.equal(resumed.network.state_dict()[name], value), name
 
 
+@pytest.mark.parametrize("every", [5, 7])
+def test_reports_of_a_resumed_training_are_those_without_the_break(tmp_path, every):
+    """A report's means are of all steps since the one before, those before the break too."""
+    whole, resumed = [], []
+    train(Fit(), tmp_path / "a", made(tmp_path / "a", options(steps=17)), whole.append)
+    output = tmp_path / "b"
+    with pytest.raises(KeyboardInterrupt):
+        train(Interrupted(2), output, made(output, options(steps=17, checkpoint_every=every)))
+    train(Fit(), output, options(steps=17, resume=True), resumed.append)
+    assert [replace(now, seconds=0.0) for now in resumed] == [
+        replace(now, seconds=0.0) for now in whole
+    ]
+
+
 class Interrupted(Fit):
     """Ctrl-C, some times over, in the midst of step 7."""
 

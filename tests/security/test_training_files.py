@@ -27,8 +27,9 @@ from sametoken.train.acceptance import Acceptance
 from sametoken.train.corpus import Source
 from sametoken.train.generate import read_prompts
 from sametoken.train.lm import train_lm
-from sametoken.train.loop import CHECKPOINT, StepLoss, run_loop
+from sametoken.train.loop import CHECKPOINT, run_loop
 from sametoken.train.options import LMOptions, LoopOptions
+from sametoken.train.progress import StepLoss
 from sametoken.train.text import read_sequences
 from sametoken.train.tokenizer import load_trained_tokenizer
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sametoken.text.tokenizer import Tokenizer
     from sametoken.train.distillation import DrafterResult
     from sametoken.train.generate import Written
-    from sametoken.train.loop import Report
+    from sametoken.train.progress import Report
     from sametoken.types.sampling_params import SamplingParams
 
 # Interval of progress lines without a terminal for a progress bar.

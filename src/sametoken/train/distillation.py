@@ -17,8 +17,9 @@ from sametoken.models.base import ModelConfig
 from sametoken.train.acceptance import Acceptance, walk
 from sametoken.train.batches import Batch, Batches
 from sametoken.train.compute import Compute
-from sametoken.train.loop import Report, StepLoss, run_loop
+from sametoken.train.loop import run_loop
 from sametoken.train.options import LoopOptions
+from sametoken.train.progress import Report, StepLoss
 from sametoken.train.results import write_result
 from sametoken.train.states import (
     BatchStates,

@@ -26,10 +26,10 @@ from sametoken.train.distillation import (
     read_text,
     run,
 )
-from sametoken.train.loop import Report, StepLoss
 from sametoken.train.networks import DecoderNetwork
 from sametoken.train.objectives import verify_rows
 from sametoken.train.options import DraftOptions, LoopOptions
+from sametoken.train.progress import Report, StepLoss
 from sametoken.train.results import copy_file, training_in, write_decoder
 from sametoken.train.states import BatchStates, Target
 from sametoken.train.target import FrozenTarget, open_target

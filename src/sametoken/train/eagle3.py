@@ -28,9 +28,9 @@ from sametoken.train.distillation import (
     run,
 )
 from sametoken.train.llama import llama_config
-from sametoken.train.loop import Report
 from sametoken.train.objectives import HeadNetwork, HeadObjective, Unroll
 from sametoken.train.options import Eagle3Options, LoopOptions
+from sametoken.train.progress import Report
 from sametoken.train.results import HeadLayout, training_in, write_head
 from sametoken.train.target import FrozenTarget, TargetFiles, open_target, require_layers
 from sametoken.train.token_map import coverage, frequent_tokens, membership, offsets_of

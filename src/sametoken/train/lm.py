@@ -20,9 +20,10 @@ from sametoken.models.nemotron_h import LAYER_TYPES
 from sametoken.train.acceptance import Acceptance, count_accepted
 from sametoken.train.compute import Compute
 from sametoken.train.corpus import Corpus, Source, encode_corpus
-from sametoken.train.loop import Report, StepLoss, run_loop
+from sametoken.train.loop import run_loop
 from sametoken.train.networks import DecoderNetwork
 from sametoken.train.options import MAX_SEED, LMOptions, LoopOptions
+from sametoken.train.progress import Report, StepLoss
 from sametoken.train.results import training_in, write_decoder, write_result
 from sametoken.train.tokenizer import (
     END_OF_TEXT,

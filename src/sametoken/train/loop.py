@@ -1,4 +1,4 @@
-"""The training loop: steps, learning rate, checkpoints and progress reports."""
+"""The training loop: steps, learning rate and checkpoints."""
 
 from __future__ import annotations
 
@@ -9,41 +9,25 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sametoken.engine.interrupts import DeferredInterrupts
 from sametoken.errors import CheckpointError, ConfigError, NumericalError, in_words
 from sametoken.io.files import replacing
 from sametoken.ops.out_of_memory import out_of_memory_as
-from sametoken.train.acceptance import Acceptance
 from sametoken.train.compute import enough_memory
 from sametoken.train.options import LoopOptions
+from sametoken.train.progress import CALMER, Meter, Pace, Report, StepLoss
 
 CHECKPOINT = "checkpoint.pt"
 _FORMAT = "sametoken-training-4"
 # Steps between reports, each of which waits for the device.
 _REPORT_EVERY = 10
-# Share of ``max_seconds`` that the steps are planned to take.
-_PLANNED = 0.94
-_CALMER = "use a lower learning rate or float32"
-
-
-@dataclass(frozen=True, slots=True)
-class StepLoss:
-    """The result of one batch.
-
-    Attributes:
-        loss: scalar, which training minimises.
-        acceptance: counts of drafts; zero for a plain language model.
-    """
-
-    loss: Tensor
-    acceptance: Acceptance
 
 
 class Objective(Protocol):
@@ -57,27 +41,6 @@ class Objective(Protocol):
     def loss(self, step: int) -> StepLoss:
         """The loss of a step's batch, which is a function of the step alone."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Progress of a training, with means since the last report.
-
-    Attributes:
-        step: steps done.
-        steps: steps in all.
-        acceptance: how often each draft is accepted if all before it were.
-        length: tokens per step with this acceptance.
-        seconds: since the training began.
-    """
-
-    step: int
-    steps: int
-    loss: float
-    learning_rate: float
-    acceptance: tuple[float, ...]
-    length: float
-    seconds: float
 
 
 def run_loop(
@@ -127,7 +90,7 @@ class _Loop:
         self._step, self._steps = 0, options.steps
         self._is_whole = True
         self._last = Report(0, self._steps, 0.0, 0.0, (), 1.0, 0.0)
-        self._meter, self._pace = _Meter(), _Pace(options)
+        self._meter, self._pace = Meter(), Pace(options)
         self._require_room()
         if options.resume:
             self._restore()
@@ -217,7 +180,7 @@ class _Loop:
     def _save(self) -> None:
         # The checkpoint before is one to go on from.
         if not all(bool(one.isfinite().all()) for one in self._parameters):
-            raise NumericalError(f"weights are not finite by step {self._step}", _CALMER)
+            raise NumericalError(f"weights are not finite by step {self._step}", CALMER)
         state = {
             "format": _FORMAT,
             "identity": self._identity,
@@ -252,7 +215,7 @@ class _Loop:
         self._step, self._steps = step, steps
         # No step follows a training that was complete.
         self._last = Report(**state["report"])
-        self._meter = _Meter.of(state["meter"], self._parameters[0].device)
+        self._meter = Meter.of(state["meter"], self._parameters[0].device)
         self._objective.network.load_state_dict(state["network"])
         moments = state["optimizer"]["state"]
         _require_moments(moments, self._optimizer, step)
@@ -329,96 +292,6 @@ def _require_moments(moments: dict[int, Any], optimizer: torch.optim.Optimizer, 
         shape = parameters[index].shape
         if moment["step"].shape or any(moment[n].shape != shape for n in ("exp_avg", "exp_avg_sq")):
             raise ValueError(f"the optimizer's state of parameter {index} has other shapes")
-
-
-class _Pace:
-    """Turns ``max_seconds`` into a number of steps by timing the second half of warm-up.
-
-    A training that is resumed within it times what is left of it.
-    """
-
-    def __init__(self, options: LoopOptions) -> None:
-        self._seconds = options.max_seconds
-        # Of one step there is no second half.
-        self._warmup = max(options.warmup_steps, 2)
-        # The step from which steps are timed, and the time after it.
-        self._since: tuple[int, float] | None = None
-
-    def wants(self, step: int) -> bool:
-        """Whether the time after this step is needed."""
-        is_first = self._since is None and self._warmup // 2 <= step < self._warmup
-        return self._seconds is not None and (is_first or step == self._warmup)
-
-    def planned(self, step: int, elapsed: float, steps: int) -> int:
-        """The total number of steps; ``steps`` until warm-up has ended."""
-        if step < self._warmup:
-            self._since = step, elapsed
-            return steps
-        # Without it the training is resumed after warm-up, with the number of steps decided.
-        if self._seconds is None or self._since is None:
-            return steps
-        first, then = self._since
-        per_step = (elapsed - then) / (step - first)
-        left = self._seconds * _PLANNED - elapsed
-        return min(steps, max(step + int(left / max(per_step, 1e-6)), step))
-
-    def is_late(self, elapsed: float) -> bool:
-        """Whether the time is over."""
-        return self._seconds is not None and elapsed > self._seconds
-
-
-class _Meter:
-    """Sums since the last report, which stay on the device until the next."""
-
-    def __init__(self) -> None:
-        self._loss: Tensor | None = None
-        self._acceptance: Acceptance | None = None
-        self._count = 0
-
-    @classmethod
-    def of(cls, sums: dict[str, Any], device: torch.device) -> _Meter:
-        """A meter that goes on from another one's ``sums``."""
-        meter = cls()
-        if sums:
-            offered, accepted = (sums[name].to(device) for name in ("offered", "accepted"))
-            if (
-                offered.shape != accepted.shape
-                or sums["loss"].shape
-                or type(sums["count"]) is not int
-            ):
-                raise ValueError("sums since the last report have other shapes")
-            meter._loss, meter._count = sums["loss"].to(device), sums["count"]
-            meter._acceptance = Acceptance(offered, accepted)
-        return meter
-
-    def sums(self) -> dict[str, Any]:
-        """The sums, for a checkpoint; empty just after a report."""
-        if self._acceptance is None:
-            return {}
-        counts = asdict(self._acceptance)
-        return counts | {"loss": self._loss, "count": self._count}
-
-    def add(self, found: StepLoss) -> None:
-        loss = found.loss.detach()
-        self._loss = loss if self._loss is None else self._loss + loss
-        mine = self._acceptance
-        self._acceptance = found.acceptance if mine is None else mine + found.acceptance
-        self._count += 1
-
-    def wait(self) -> None:
-        """Wait until the device has finished every step so far."""
-        if self._loss is not None:
-            self._loss.item()
-
-    def report(self, step: int, steps: int, rate: float, began: float) -> Report:
-        assert self._loss is not None
-        assert self._acceptance is not None
-        loss, acceptance = float(self._loss) / self._count, self._acceptance
-        if not math.isfinite(loss):
-            raise NumericalError(f"the loss is {loss} by step {step}", _CALMER)
-        seconds = time.monotonic() - began
-        self._loss, self._acceptance, self._count = None, None, 0
-        return Report(step, steps, loss, rate, acceptance.conditional, acceptance.length, seconds)
 
 
 def learning_rate(step: int, steps: int, options: LoopOptions) -> float:

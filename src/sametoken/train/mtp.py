@@ -24,7 +24,6 @@ from sametoken.train.distillation import (
     read_text,
     run,
 )
-from sametoken.train.loop import Report
 from sametoken.train.networks import (
     WITH_MODULE,
     DecoderNetwork,
@@ -34,6 +33,7 @@ from sametoken.train.networks import (
 )
 from sametoken.train.objectives import HeadNetwork, HeadObjective, Unroll
 from sametoken.train.options import LoopOptions, MTPOptions
+from sametoken.train.progress import Report
 from sametoken.train.results import training_in, write_with_module
 from sametoken.train.target import TargetStates
 from sametoken.train.unrolled import DraftModule

@@ -13,7 +13,7 @@ from sametoken.train.acceptance import count_accepted
 from sametoken.train.batches import Batch, DraftRows
 from sametoken.train.compute import Compute
 from sametoken.train.distillation import Distillation, VerifiedDrafts
-from sametoken.train.loop import StepLoss
+from sametoken.train.progress import StepLoss
 from sametoken.train.states import BatchStates, Target
 from sametoken.train.token_map import membership
 from sametoken.train.unrolled import DraftModule

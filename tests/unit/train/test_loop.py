@@ -15,8 +15,9 @@ from helpers.limits import files_up_to
 from sametoken.errors import CheckpointError, ConfigError, NumericalError
 from sametoken.train import loop
 from sametoken.train.acceptance import Acceptance
-from sametoken.train.loop import CHECKPOINT, StepLoss, learning_rate, run_loop
+from sametoken.train.loop import CHECKPOINT, learning_rate, run_loop
 from sametoken.train.options import LoopOptions
+from sametoken.train.progress import StepLoss
 
 
 class Line(nn.Module):

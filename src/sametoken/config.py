@@ -234,16 +234,22 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """Build from the keyword arguments of ``LLM``.
+        """Build from the keyword arguments of ``LLM``: fields, or long flags with underscores.
 
         Raises:
             ConfigError: an option is unknown or impossible.
         """
         fields = {f.name: f for f in dataclasses.fields(cls)}
+        names = {name: name for name in fields} | {
+            flag.removeprefix("--").replace("-", "_"): name
+            for name, field in fields.items()
+            for flag in field.metadata["spellings"]
+            if flag.startswith("--")
+        }
         for name in options:
-            if name not in fields:
+            if name not in names:
                 raise ConfigError(f"unknown option {name!r}", suggestion(name, fields))
-        return cls(**options)
+        return cls(**{names[name]: value for name, value in options.items()})
 
 
 def _speculation(given: Any) -> SpeculativeConfig | None:

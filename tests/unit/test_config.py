@@ -30,6 +30,10 @@ def test_defaults_are_possible():
     assert EngineConfig() == EngineConfig.from_options()
 
 
+def test_a_flag_s_other_spelling_is_a_keyword_too():
+    assert EngineConfig.from_options(num_gpu_blocks_override=5).num_kv_blocks == 5
+
+
 def test_options_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         EngineConfig().seed = 1

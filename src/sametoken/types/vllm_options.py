@@ -239,6 +239,11 @@ served_model_name disable_log_stats/:
     only a server logs its load and has a name
 reasoning_parser:
     an answer is one text, and thinking_token_budget finds the marks in the tokenizer
+max_logprobs = 20:
+    a request has up to 20 log-probabilities of a position -> leave it out
+weight_transfer_config:
+    a trainer in this process has LLM.update_weights -> leave it out, or serve the model with
+    --weight-transfer-config
 """)
 
 OPTION_OF = {name: options for options in VLLM_OPTIONS for name in options.names}

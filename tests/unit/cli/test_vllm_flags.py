@@ -173,6 +173,10 @@ def test_in_python_options_are_keywords():
         take_vllm_options(dict(offline))
     assert "an engine sleeps without a flag" in take_vllm_options(offline, offline=True)
     assert offline == {}
+    assert "up to 20" in take_vllm_options({"max_logprobs": 20}, offline=True)
+    for others in ({"max_logprobs": 50}, {"weight_transfer_config": {"backend": "nccl"}}):
+        with pytest.raises(ConfigError, match="is not offered"):
+            take_vllm_options(others, offline=True)
     kept = {"skip_tokenizer_init": True}
     assert take_vllm_options(kept, kept=("skip_tokenizer_init",)) is None
     assert kept == {"skip_tokenizer_init": True}

@@ -43,6 +43,8 @@ TEXT_PARTS = {
     "text": "text",
 }
 
+#: Arguments of ``apply_chat_template``, in the tokenizer and in transformers, that are set already.
+_NO_VARIABLES = frozenset({"conversation", "messages", "self", "tokenize"})
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 _PROMPT_FORMS = (
     'give a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": [...]}'
@@ -235,7 +237,7 @@ def template_variables(options: Mapping[str, Any]) -> dict[str, Any]:
     The generation prompt is added unless ``add_generation_prompt`` says otherwise.
 
     Raises:
-        RequestError: ``chat_template_kwargs`` is no mapping.
+        RequestError: ``chat_template_kwargs`` is no mapping, or has what is no variable.
     """
     others = dict(options)
     inner = others.pop("chat_template_kwargs", None) or {}
@@ -243,7 +245,11 @@ def template_variables(options: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError(
             f"chat_template_kwargs={shown(inner)} is not possible", "map names to values"
         )
-    return {"add_generation_prompt": True, **inner, **others}
+    variables = {"add_generation_prompt": True, **inner, **others}
+    for name in variables:
+        if not isinstance(name, str) or name in _NO_VARIABLES:
+            raise RequestError(f"a chat template has no variable {shown(name)}", "leave it out")
+    return variables
 
 
 def params_of(given: Any, num_prompts: int) -> list[SamplingParams]:

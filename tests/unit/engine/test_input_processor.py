@@ -156,6 +156,9 @@ def test_variables_of_the_template_may_come_in_chat_template_kwargs(tokenizer):
     assert prompt.text == "<|user|>hi"
     with pytest.raises(RequestError, match="chat_template_kwargs='x'"):
         make(tokenizer).tokenize_chat(hi, chat_template_kwargs="x")
+    for name in ("messages", "self", "conversation", "tokenize", 1):
+        with pytest.raises(RequestError, match="a chat template has no variable"):
+            make(tokenizer).tokenize_chat(hi, chat_template_kwargs={name: hi})
 
 
 @pytest.mark.parametrize(

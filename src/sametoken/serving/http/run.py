@@ -157,6 +157,8 @@ async def _serve(
         background = [asyncio.create_task(engine.start_grammar_trials())]
         if not config.disable_log_stats:
             background.append(asyncio.create_task(log_load(engine.stats)))
+        # A SIGINT by now ends all here; in ``serve`` uvicorn would log a traceback of its start.
+        await asyncio.sleep(0)
         await server.serve(sockets=[listener])
         for task in background:
             task.cancel()

@@ -128,6 +128,24 @@ def test_the_load_is_logged_while_the_server_runs(monkeypatch, is_off):
     )
 
 
+def test_sigint_just_before_the_server_runs_leaves_no_traceback(monkeypatch, capsys):
+    class Engine(FakeEngine):
+        async def start_grammar_trials(self) -> None:
+            """There are none."""
+
+        async def shutdown(self) -> None:
+            """Nothing runs."""
+
+    async def start(config, limits):
+        return Engine()
+
+    monkeypatch.setattr(run.AsyncLLM, "start", start)
+    monkeypatch.setattr(run, "exempt_objects", lambda: signal.raise_signal(signal.SIGINT))
+    with bind(CONFIG) as listener, pytest.raises(KeyboardInterrupt):
+        asyncio.run(run._serve(EngineConfig(), ServingLimits(), CONFIG, listener))
+    assert capsys.readouterr().err == ""
+
+
 async def test_clients_can_connect_once_the_log_says_that_the_server_started(caplog):
     config = replace(CONFIG, log_level="info")
     engine = DrainedEngine()

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from sametoken.cli.sections import SectionedCommand
+from sametoken.cli.vllm_words import OTHER_NAMES, our_words
 from sametoken.errors import MAX_SHOWN, clipped
 from sametoken.serving.http.config import ServerConfig
 from sametoken.types.vllm_options import SHORT_FLAGS, VLLM_OPTIONS, VllmOptions
@@ -24,11 +25,9 @@ _SAME = """
     enable_return_routed_experts lora_modules enable_lora max_loras max_lora_rank
     host port api_key served_model_name allowed_origins root_path ssl_certfile ssl_keyfile
     tool_call_parser reasoning_parser structured_outputs_config weight_transfer_config
-    uvicorn_log_level disable_uvicorn_access_log disable_log_stats config
+    uvicorn_log_level disable_uvicorn_access_log disable_log_stats shutdown_timeout config
 """
 SAME = tuple(_SAME.split())
-#: vLLM's flags that take several values at once.
-_SEVERAL = ("--served-model-name", "--api-key", "--lora-modules")
 
 
 def _names(options: VllmOptions) -> tuple[str, ...]:
@@ -52,32 +51,11 @@ def as_flag(name: str, value: object) -> str:
 
 
 class ServeCommand(SectionedCommand):
-    """A command that reads vLLM's form of several values, ``--served-model-name A B``."""
+    """A command that reads vLLM's forms of a command line."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments."""
-        return super().parse_args(ctx, _flag_for_each(args))
-
-
-def _flag_for_each(args: list[str]) -> list[str]:
-    """Repeat a flag of several values before each of them.
-
-    Without a model before them the last one may be the model, and the arguments stay.
-    """
-    names_model = any(one == "--model" or one.startswith("--model=") for one in args)
-    if not names_model and (not args or args[0].startswith("-")):
-        return args
-    repeated: list[str] = []
-    several, num_values = "", 0
-    for one in args:
-        if one.startswith("-"):
-            several, num_values = one if one in _SEVERAL else "", 0
-        else:
-            num_values += 1
-            if several and num_values > 1:
-                repeated.append(several)
-        repeated.append(one)
-    return repeated
+        return super().parse_args(ctx, our_words(args))
 
 
 def vllm_options() -> list[inspect.Parameter]:
@@ -116,6 +94,10 @@ options of several values may be given once for each. An adapter may also be JSO
 `name` and `path`. Whole numbers may be written as `32k` (32000), `32K` (32768), `4G` or
 `4GiB`.
 
+Names may have underscores for dashes. Keys of an option in JSON may be given one by one,
+as in `--speculative-config.method ngram`, which has short forms too: {other_names}.
+`--max-model-len auto` and `-1` are the default, the longest that fits.
+
 ## Accepted without effect
 
 One line on stderr names those that were given, with the reasons. `LLM` takes the same
@@ -146,6 +128,7 @@ def page() -> str:
             without_effect.append(f"| {_flags(names)} | {options.why} |")
     return _PAGE.format(
         same=_quoted(map(flag, SAME)),
+        other_names=_quoted(OTHER_NAMES),
         without_effect="\n".join(without_effect),
         refused="\n".join(refused),
     )

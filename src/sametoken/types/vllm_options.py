@@ -68,13 +68,25 @@ def _entry(text: str) -> VllmOptions:
 #: Further spellings on vLLM's command line.
 SHORT_FLAGS: Mapping[str, tuple[str, ...]] = {
     "api_server_count": ("-asc",),
+    "attention_config": ("-ac",),
     "compilation_config": ("-cc",),
+    "data_parallel_address": ("-dpa",),
+    "data_parallel_backend": ("-dpb",),
+    "data_parallel_external_lb": ("-dpe",),
+    "data_parallel_hybrid_lb": ("-dph",),
+    "data_parallel_multi_port_external_lb": ("-dpm",),
+    "data_parallel_rank": ("-dpn",),
+    "data_parallel_rpc_port": ("-dpp",),
     "data_parallel_size": ("-dp",),
+    "data_parallel_size_local": ("-dpl",),
+    "data_parallel_start_rank": ("-dpr",),
     "decode_context_parallel_size": ("-dcp",),
     "enable_expert_parallel": ("-ep",),
     "nnodes": ("-n",),
+    "node_rank": ("-r",),
     "optimization_level": ("-O",),
     "pipeline_parallel_size": ("-pp",),
+    "prefill_context_parallel_size": ("-pcp",),
     "quantization": ("-q",),
 }
 
@@ -89,7 +101,12 @@ compilation_config optimization_level cudagraph_capture_sizes cuda_graph_sizes
     max_cudagraph_capture_size max_seq_len_to_capture:
     CUDA graphs are captured for fixed shapes; --enforce-eager turns them off
 limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb mm_encoder_tp_mode media_io_kwargs
-    allowed_local_media_path language_model_only/ skip_mm_profiling/ disable_mm_preprocessor_cache/:
+    allowed_local_media_path language_model_only/ skip_mm_profiling/ disable_mm_preprocessor_cache/
+    allowed_media_domains enable_mm_embeds/ interleave_mm_strings/ mm_processor_cache_type
+    mm_shm_cache_max_object_size_mb mm_encoder_attn_backend mm_encoder_attn_dtype
+    mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin
+    mm_tensor_ipc video_pruning_rate disable_chunked_mm_input/ enable_tower_connector_lora/
+    enable_mm_processor_stats/ renderer_num_workers:
     only text is served
 max_log_len disable_log_requests/:
     requests and answers are never logged
@@ -97,21 +114,26 @@ disable_access_log_for_endpoints:
     /health, /ready and /metrics are never logged
 enable_auto_tool_choice/:
     requests with tools need no flag
-additional_config:
+additional_config fail_on_environ_validation/ enable_cumem_allocator/ ray_workers_use_nsight/
+    disable_nccl_for_dp_synchronization/:
     these settings are vLLM's own
 attention_backend moe_backend all2all_backend mamba_backend disable_cascade_attn/
-    use_v2_block_manager/:
+    use_v2_block_manager/ attention_config kernel_config gdn_prefill_backend linear_backend
+    ir_op_priority enable_flashinfer_autotune/ performance_mode specialize_active_lora/:
     one implementation serves each device
 mamba_block_size mamba_cache_mode disable_hybrid_kv_cache_manager/:
     recurrent state has memory of its own
 max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold:
     chunks of several prompts share a step; --prefill-chunk-size is the largest
+scheduler_reserve_full_isl/ prefill_schedule_interval watermark:
+    requests are admitted as docs/scheduling.md says
 stream_interval:
     tokens are sent after every step
 prefix_caching_hash_algo:
     blocks have one hash
 safetensors_load_strategy max_parallel_loading_workers model_loader_extra_config ignore_patterns
-    use_tqdm_on_load/:
+    use_tqdm_on_load/ safetensors_prefetch_num_threads safetensors_prefetch_block_size
+    pt_load_map_location allow_deprecated_quantization/:
     checkpoints have one loader
 disable_frontend_multiprocessing/:
     the engine always has a process of its own
@@ -119,8 +141,16 @@ structured_outputs_config:
     offline, a grammar that xgrammar compiles holds from the first token on
 enable_prompt_tokens_details/:
     usage shows prompt tokens from the prefix cache
-enable_server_load_tracking/:
-    /metrics shows the load
+enable_server_load_tracking/ kv_cache_metrics/ kv_cache_metrics_sample cudagraph_metrics/
+    enable_mfu_metrics/ show_hidden_metrics_for_version enable_logging_iteration_details/
+    aggregate_engine_logging/ jit_monitor_verbose/ enable_layerwise_nvtx_tracing/:
+    /metrics and the log show the load in one form
+use_fp64_gumbel/:
+    what is drawn depends on logits, seed and position alone
+h11_max_incomplete_event_size h11_max_header_count:
+    a request's head has limits of its own
+numa_bind/ numa_bind_nodes numa_bind_cpus:
+    the system places processes; numactl before the command binds them
 max_cpu_loras lora_dtype fully_sharded_loras/:
     adapters that are there are on the device, in the dtype of the model
 """
@@ -137,17 +167,25 @@ calculate_kv_scales/ = false:
     scales of KV are the checkpoint's, or 1 -> use a checkpoint with a kv_cache_scheme
 mamba_cache_dtype mamba_ssm_cache_dtype = auto:
     recurrent state is kept in one dtype -> use auto
-pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size = 1:
+pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size
+    dcp_kv_cache_interleave_size cp_kv_cache_interleave_size = 1:
     a model is divided by layer widths alone -> use --tensor-parallel-size N
-enable_expert_parallel/ enable_eplb/ = false:
+enable_expert_parallel/ enable_eplb/ enable_ep_weight_filter/ enable_elastic_ep/ enable_dbo/
+    = false:
     experts are divided by their width -> use --tensor-parallel-size N
 data_parallel_size data_parallel_size_local api_server_count = 1:
+    one server runs one engine -> use --ray --replicas N
+data_parallel_rank data_parallel_start_rank data_parallel_address data_parallel_rpc_port
+    data_parallel_backend data_parallel_hybrid_lb/ data_parallel_external_lb/
+    data_parallel_multi_port_external_lb/ = false 0:
     one server runs one engine -> use --ray --replicas N
 distributed_executor_backend = mp uni:
     ranks are processes of one machine -> use --tensor-parallel-size N, or --ray --replicas N
 nnodes = 1:
     all ranks of a model are on one machine -> use --ray --replicas N for several machines
-cpu_offload_gb = 0 0.0 none:
+node_rank master_addr master_port = 0:
+    all ranks of a model are on one machine -> use --ray --replicas N for several machines
+cpu_offload_gb offload_backend offload_group_size = 0 0.0 none auto:
     weights stay on the device -> use a smaller model, or --tensor-parallel-size N
 scheduling_policy = fcfs:
     requests run in the order in which they came -> leave the option out
@@ -162,7 +200,7 @@ chat_template_content_format = auto string:
 exclude_tools_when_tool_choice_none/ = false:
     the template sees the tools of a request, with tool_choice "none" too -> send no tools where the
     model is not to see them
-enable_log_requests/ enable_log_outputs/ = false:
+enable_log_requests/ enable_log_outputs/ enable_log_deltas/ = false:
     requests and answers are never logged -> the access log has a line for each request
 """
 
@@ -174,13 +212,28 @@ download_dir:
 hf_token:
     keys on a command line are seen by every user of the machine -> set HF_TOKEN
 hf_overrides hf_config_path rope_scaling rope_theta override_generation_config
-    override_pooler_config pooler_config:
+    override_pooler_config pooler_config quantization_config override_attention_dtype
+    kv_cache_dtype_skip_layers diffusion_config mamba_config:
     a checkpoint is served as it describes itself -> change its config.json, or use
     --generation-config DIR
+disable_sliding_window/ = false:
+    a model attends as it was trained -> leave the option out
+device_ids:
+    the devices are those that the process sees -> set CUDA_VISIBLE_DEVICES
+kv_offloading_backend = native:
+    KV is swapped to host memory, and to files of --swap-dir -> use --kv-offloading-size alone
+enable_prompt_embeds/ = false:
+    a prompt is a text or token ids -> send these
+lora_target_modules:
+    an adapter's own config says what it changes -> leave the option out
+tool_server:
+    tools are the client's to run -> send "tools" with a request
+profiler_config:
+    a server profiles nothing -> run it under a profiler
 skip_tokenizer_init/ = false:
     a server needs its tokenizer -> use LLM(skip_tokenizer_init=True) for prompts of token ids
 tool_parser_plugin reasoning_parser_plugin logits_processors logits_processor_pattern middleware
-    worker_cls worker_extension_cls scheduler_cls:
+    worker_cls worker_extension_cls scheduler_cls io_processor_plugin:
     code from outside the package is never run -> use the parsers that are built in, or a proxy
     before the server
 reasoning_config:
@@ -218,7 +271,8 @@ response_role = assistant:
     answers are the assistant's -> name the role in a --chat-template
 enable_request_id_headers/ = false:
     answers carry their id in the body -> read the field "id"
-enable_tokenizer_info_endpoint/ tokens_only/ headless/ disable_fastapi_docs/ = false:
+enable_tokenizer_info_endpoint/ tokens_only/ headless/ disable_fastapi_docs/ enable_offline_docs/
+    = false:
     the endpoints are those of docs/server.md -> hide or add paths in a proxy before the server
 ssl_ca_certs ssl_cert_reqs ssl_ciphers enable_ssl_refresh/ = false:
     the server ends TLS with a certificate and a key -> let a proxy end TLS

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import sametoken.serving.http.run
 from sametoken.cli.main import app
 from sametoken.cli.vllm_flags import SAME, TABLE, as_flag, flag, page
+from sametoken.cli.vllm_words import our_words
 from sametoken.errors import ConfigError
 from sametoken.types.vllm_options import SHORT_FLAGS, take_vllm_options
 
@@ -129,6 +130,53 @@ def test_names_of_ours_for_vllm_s_flags(started):
     assert (engine.num_kv_blocks, engine.max_model_len) == (4096, 32000)
     assert engine.kv_cache_memory_bytes == 2**30
     assert (server.log_level, server.max_logprobs, server.disable_log_stats) == ("warning", 5, True)
+
+
+SPECULATION = [
+    ["-sc", '{"method": "ngram", "num_speculative_tokens": 2}'],
+    ["--speculative_config", '{"method": "ngram", "num_speculative_tokens": 2}'],
+    ["--spec_method", "ngram", "--spec-tokens=2"],
+    ["--speculative-config.method", "ngram", "--speculative_config.num_speculative_tokens=2"],
+]
+
+
+@pytest.mark.parametrize("words", SPECULATION)
+def test_speculation_in_every_form(started, words):
+    result = serve("--max_model_len=64", *words, "--enforce_eager")
+    assert (result.exit_code, result.stderr) == (0, "")
+    ((engine, *_),) = started
+    assert (engine.max_model_len, engine.enforce_eager) == (64, True)
+    spec = engine.speculative_config
+    assert (spec.method, spec.num_speculative_tokens) == ("ngram", 2)
+
+
+@pytest.mark.parametrize("words", [["--max_model_len", "auto"], ["--max-model-len=-1"]])
+def test_the_longest_context_that_fits_is_the_default(started, words):
+    assert serve(*words, "--seed", "5").exit_code == 0
+    ((engine, *_),) = started
+    assert (engine.max_model_len, engine.seed) == (None, 5)
+
+
+def test_keys_of_an_option_make_one_object():
+    words = ["m", "--a_b.c_d.e", "1k", "--served-model-name", "x.y", "--a-b.c_d.f=[true]"]
+    assert our_words([*words, "--a-b.g", "h_i.j", "--k_l=m_n.o"]) == [
+        *("m", "--served-model-name", "x.y", "--k-l=m_n.o"),
+        *("--a-b", '{"c_d": {"e": 1000, "f": [true]}, "g": "h_i.j"}'),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (["--a.b"], "--a.b has no value"),
+        (["--a.b", "1", "--a.b", "2"], "--a.b is given twice"),
+        (["--a.b", "1", "--a.b.c", "2"], "--a.b.c is a key of what has a value"),
+        (["--spec-method", "mtp", "-sc", "ngram"], "--speculative-config is given whole and by"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(words, cause):
+    with pytest.raises(ConfigError, match=cause):
+        our_words(words)
 
 
 def test_a_refusal_is_one_line(started):

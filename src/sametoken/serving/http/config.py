@@ -111,7 +111,10 @@ class ServerConfig:
         "token on, else after the reasoning",
     )
     drain_timeout: float = option(
-        60.0, "seconds that requests may still take after SIGTERM", limits=(0.0, 86400.0)
+        60.0,
+        "seconds that requests may still take after SIGTERM",
+        "--shutdown-timeout",
+        limits=(0.0, 86400.0),
     )
     weight_transfer_config: str | None = option(
         None,

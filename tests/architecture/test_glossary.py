@@ -29,6 +29,7 @@ EXCEPTIONS = {
     ("docs/benchmarking.md", "overlap"): "ranges of measurements do",
     ("src/sametoken/ops/lookup/ngram.py", "overlap"): "an occurrence and the suffix do",
     ("src/sametoken/text/grammar/json_schema.py", "overlap"): "branches of a schema do",
+    ("src/sametoken/types/vllm_options.py", "spec_token"): "an option of vLLM is",
     ("CONTRIBUTING.md", "judged"): "people judge changes",
     ("CONTRIBUTING.md", "poisoned"): "memory of tests is, with NaN",
     ("tests", "poisoned"): "the same",

@@ -291,6 +291,9 @@ enable_sleep_mode/:
     an engine sleeps without a flag for it
 served_model_name disable_log_stats/:
     only a server logs its load and has a name
+spec_method spec_model spec_tokens:
+    speculation has one option -> use speculative_config, as in {"method": "ngram",
+    "num_speculative_tokens": 5}
 reasoning_parser:
     an answer is one text, and thinking_token_budget finds the marks in the tokenizer
 max_logprobs = 20:

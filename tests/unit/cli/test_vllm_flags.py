@@ -222,7 +222,11 @@ def test_in_python_options_are_keywords():
     assert "an engine sleeps without a flag" in take_vllm_options(offline, offline=True)
     assert offline == {}
     assert "up to 20" in take_vllm_options({"max_logprobs": 20}, offline=True)
-    for others in ({"max_logprobs": 50}, {"weight_transfer_config": {"backend": "nccl"}}):
+    for others in (
+        {"max_logprobs": 50},
+        {"weight_transfer_config": {"backend": "nccl"}},
+        {"spec_method": "ngram"},
+    ):
         with pytest.raises(ConfigError, match="is not offered"):
             take_vllm_options(others, offline=True)
     kept = {"skip_tokenizer_init": True}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from sametoken.types.option_values import parse_integer
@@ -30,6 +33,13 @@ def test_bytes(num_bytes, text):
 def test_tokens_are_shown_as_options_read_them(count, text):
     assert in_tokens(count) == text
     assert parse_integer(text.removesuffix(" tokens")) == count
+
+
+def test_the_page_on_models_says_what_the_letters_stand_for():
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert re.findall(r"\b([kK]) (?:stands )?for (\d+)", page)
+    for letter, value in re.findall(r"\b([kK]) (?:stands )?for (\d+)", page):
+        assert parse_integer(f"1{letter}") == int(value)
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 steps"), (1, "1 step"), (2, "2 steps")])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import httpx
 import pytest
@@ -233,3 +234,12 @@ def test_the_document_promises_nothing_that_is_not_kept(serve):
     assert not any("422" in operation["responses"] for operation in operations)
     assert "HTTPValidationError" not in document["components"]["schemas"]
     assert all(operation["description"] for operation in operations)
+
+
+def test_the_page_on_the_server_has_every_path(serve):
+    """``test_rollouts.py`` has those of trainers."""
+    page = (Path(__file__).parents[4] / "docs" / "server.md").read_text(encoding="utf-8")
+    table = page.partition("## Endpoints")[2].partition("##")[0]
+    named = {re.sub(r"{\w+}", "{}", path) for path in re.findall(r"`(/[^`]*)`", table)}
+    document = serve(allow_runtime_lora_updating=True).get("/openapi.json").json()
+    assert {re.sub(r"{\w+}", "{}", path) for path in document["paths"]} <= named

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import re
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 
 from sametoken.errors import ConfigError
+from sametoken.serving.batch.config import BatchConfig
 from sametoken.serving.http.config import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
 from sametoken.serving.http.reasoning_parsers import REASONING_FORMS
 from sametoken.serving.http.tool_parsers import TOOL_PARSERS
+from sametoken.serving.limits import ServingLimits
 
 
 @pytest.mark.parametrize(
@@ -92,3 +98,26 @@ def test_every_parser_that_is_offered_exists():
 )
 def test_harmony_has_parsers_of_both_kinds(options, by_template, expected):
     assert ServerConfig(**options).parsers(by_template) == expected
+
+
+def test_the_page_on_operation_has_the_limits_that_options_set():
+    page = (Path(__file__).parents[4] / "docs" / "operating.md").read_text(encoding="utf-8")
+    table = page.partition("## Limits")[2].partition("## ")[0]
+    configs = (ServerConfig, ServingLimits, BatchConfig)
+    defaults = {one.name: one.default for config in configs for one in fields(config)}
+    defaults["rate_limit"] = "any"
+    found = [
+        (limit, defaults[name.replace("-", "_")])
+        for limit, options in re.findall(r"^\|[^|]*\|([^|]*)\|([^|]*)\|$", table, re.MULTILINE)
+        for name in re.findall(r"`--([\w-]+)`", options)
+        if name != "max-model-len"
+    ]
+    assert len(found) > 10
+    for limit, default in found:
+        assert any(re.search(rf"\b{form}\b", limit) for form in forms_of(default)), limit
+
+
+def forms_of(number: float | str) -> tuple[str, ...]:
+    if isinstance(number, str):
+        return (number,)
+    return str(number), f"{number:,}", f"{number:g} s", f"{number / 2**20:g} MiB"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from helpers import forward
-from helpers.checkpoints import HIDDEN, VOCAB, random_weight, write_llama
+from helpers.checkpoints import HIDDEN, VOCAB, as_pickle, random_weight, write_llama
 from helpers.drafting import CPU, MAX_LEN, Bench, requests_of
 from helpers.packed import packed_in
 from helpers.state_heads import (
@@ -211,6 +211,18 @@ def test_weights_of_drafts_that_are_not_made_are_not_read(tmp_path, target, kind
     sizes = [loaded_of(kind, path, target, k).weights_bytes for k in (1, 2, 3)]
     matrices = 2 * VOCAB * 12 + 12 * 12 if kind == MLP else VOCAB * HIDDEN + HIDDEN * (HIDDEN + 1)
     assert [b - a for a, b in itertools.pairwise(sizes)] == [4 * matrices] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pickled_heads_of_the_usual_name_are_the_same(tmp_path, target, kind):
+    path = WRITE[kind](tmp_path)
+    expected = tensors_of(loaded_of(kind, path, target).model)
+    pickle = as_pickle(path) / "pytorch_model.bin"
+    ours = tensors_of(loaded_of(kind, path, target).model)
+    assert all(torch.equal(*each) for each in zip(ours, expected, strict=True))
+    pickle.rename(path / "medusa_lm_head.pt")
+    with pytest.raises(UnsupportedError, match="Convert the weights to safetensors"):
+        loaded_of(kind, path, target)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,7 +14,7 @@ Two checkpoint layouts are published, both with or without a prefix ``medusa_hea
 
 - FasterDecoding: config.json has ``medusa_num_heads`` and ``medusa_num_layers`` and no sizes, which
   are the target's. Tensors are ``<head>.<layer>.linear.{weight,bias}`` and ``<head>.<num_layers>``
-  for the lm_head; pickled ones have to be converted.
+  for the lm_head; a ``medusa_lm_head.pt`` has to be converted.
 - vLLM's (``MedusaModel``): ``num_heads``, ``num_hidden_layers``, sizes; tensors are
   ``blocks.<head>.layers.<layer>.{weight,bias}`` and ``lm_heads.<head>.weight`` or
   ``lm_head.weight``. With a ``truncated_vocab_size`` below ``vocab_size``, ``token_map`` lists the

@@ -129,6 +129,15 @@ def test_a_checkpoint_stands_for_its_expanded_twin(tmp_path, layout, size, permu
     assert torch.equal(logits_of(model, 1, 2), got)
 
 
+def test_groups_of_any_multiple_of_32_run(tmp_path):
+    sizes = {"hidden_size": 192, "intermediate_size": 192, "num_attention_heads": 6}
+    config, stored, meant = made("gptq", 96, **sizes)
+    expected = logits_of(load(write_checkpoint(tmp_path / "plain", config, meant)))
+    config |= {"quantization_config": quantization("gptq", 96)}
+    got = logits_of(load(write_checkpoint(tmp_path / "int4", config, stored)))
+    assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("layout", "stored"), [("gptq", 7), ("gptq", 8), ("gptq_v2", 8)])
 def test_symmetric_zeros_are_8_whatever_is_stored(tmp_path, layout, stored):
     """Qwen/Qwen3.5-27B-GPTQ-Int4 says ``gptq`` and stores 8, which would be 9 (vllm#38966)."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
+from helpers.adapters import write_adapter
 from helpers.checkpoints import write_checkpoint
 from helpers.gguf_families import gguf_of, write_family_gguf
 from helpers.gguf_files import rewritten
@@ -113,3 +114,14 @@ def test_a_module_with_more_than_its_family_s_is_refused_and_the_target_runs(tmp
     plain(path)
     with pytest.raises(UnsupportedError, match=r"does not use: .*nextn\.embed_tokens"):
         build(path, mtp(2))
+
+
+def test_weights_that_hold_factors_take_neither_adapters_nor_new_weights(tmp_path):
+    """Falcon-H1's factors are not told by its files, and would be left out of what is added."""
+    directory, path = write_family_gguf(tmp_path / "model", "falcon-h1")
+    adapter = write_adapter(tmp_path / "adapter", directory, ("k_proj",))
+    for options in ({"lora_modules": {"own": adapter}}, {"enable_lora": True}):
+        with pytest.raises(UnsupportedError, match="has the model's factors in its weights"):
+            build(path, **options)
+    with pytest.raises(UnsupportedError, match="do not change under a GGUF file whose weights"):
+        build(path).weights.require_target("model")

@@ -163,7 +163,7 @@ def measure_memory(
     require_token_map(spec, architecture)
     kernels = _PlacesForAdapters() if device.type == "cuda" else None
     target = load_shapes(architecture, path, dtype, kernels)
-    config = resolve_adapters(config, announce)
+    config = resolve_adapters(config, architecture, announce)
     model = adapted(target, read_adapters(config), config, SINGLE_RANK, dtype, SHAPES_ONLY)
     widest = widest_of(target, model)
     require_fast_form(config, target.caches)

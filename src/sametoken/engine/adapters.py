@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 from sametoken.config import EngineConfig
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.layers.parallel import TensorParallel
 from sametoken.layers.slices import SLICE_ROWS
 from sametoken.models.adapted import AdaptedModel
 from sametoken.models.adapter_factors import Adapter
+from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.load.adapter import Stamps, changed, open_adapter, read_adapter_config
 from sametoken.models.names import resolve_adapter
@@ -21,17 +22,25 @@ from sametoken.ops.model.low_rank import Room
 from sametoken.types.speculative_methods import EXTRACT
 
 
-def resolve_adapters(config: EngineConfig, announce: Callable[[str], None]) -> EngineConfig:
+def resolve_adapters(
+    config: EngineConfig, architecture: ModelConfig, announce: Callable[[str], None]
+) -> EngineConfig:
     """The config with the directories of adapters, whose own configs are read.
 
     Raises:
         ConfigError: another option excludes adapters.
         CheckpointError: an adapter is not there, or its config is malformed.
-        UnsupportedError: an adapter's setting is not implemented.
+        UnsupportedError: an adapter's setting is not implemented, or no adapter fits the model.
     """
     if not (config.lora_modules or config.enable_lora):
         return config
     _require_alone(config)
+    if architecture.holds_factors:
+        raise UnsupportedError(
+            f"{config.model} has the model's factors in its weights and does not tell them, so "
+            "adapters would lack them",
+            "use the original checkpoint",
+        )
     found = []
     for one in config.lora_modules:
         path = resolve_adapter(one.path, announce)

@@ -210,7 +210,7 @@ def _resolve_names(
     require_room(config)
     require_ranks(config, architecture, device)
     require_swap(config)
-    config = resolve_adapters(config, announce)
+    config = resolve_adapters(config, architecture, announce)
     require_token_map(spec, architecture)
     _require_same_tokens(config, architecture, path)
     config, extracting = resolve_extraction(config, device)

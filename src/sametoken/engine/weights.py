@@ -274,6 +274,8 @@ def weights_of(
         return FixedWeights("extraction of hidden states")
     if resolved.config.load_format == GGUF_PACKED:
         return FixedWeights(f"load_format {GGUF_PACKED!r}")
+    if model.config.holds_factors:
+        return FixedWeights("a GGUF file whose weights hold the model's factors")
     in_floats = _names_in_floats(model, resolved)
     return LiveWeights(model, drafter, resolved.dtype, resolved.device, parallel, in_floats)
 

@@ -13,6 +13,9 @@ from sametoken.ops.backend import AttentionRows, KeptRows
 from sametoken.ops.cache_types import LayerCache
 from sametoken.state.caches import ModelCache
 
+#: The key of ``extra`` of checkpoints that do not tell which factors their weights hold.
+HOLDS_FACTORS = "weights_hold_factors"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -45,6 +48,11 @@ class ModelConfig:
     dtype: torch.dtype
     extra: dict[str, Any]
     local_rope: dict[str, Any] | None = None
+
+    @property
+    def holds_factors(self) -> bool:
+        """Whether weights were multiplied by the model's factors: no others fit beside them."""
+        return bool(self.extra.get(HOLDS_FACTORS))
 
     @property
     def also_sees(self) -> bool:

@@ -12,6 +12,7 @@ from reprlib import repr as short
 from typing import Any
 
 from sametoken.errors import CheckpointError
+from sametoken.models.base import HOLDS_FACTORS
 from sametoken.models.layer_types import FULL, LINEAR
 from sametoken.models.load.gguf_architecture import EACH, Architecture
 from sametoken.models.load.gguf_file import GGUFTensor
@@ -240,6 +241,7 @@ MAMBA2: Mapping[str, Architecture] = {
         },
         missing_axes={"conv1d.weight": 1},
         sizes=_SIZES,
+        values={HOLDS_FACTORS: True},
         derived=_falcon,
     ),
 }

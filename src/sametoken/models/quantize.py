@@ -46,6 +46,7 @@ _PROJECTION = re.compile(
     r"(?P<module>.*(?:_proj(?:_with_mqa)?|\.in_proj_(?:qkv|z|qkvz)|\.experts\.\d+\.w[123]"
     r"|\.shared_mlp\.(?:in|out)put_linear))\.weight"
 )
+_HEAD = "lm_head"
 _GROUPS = (128, 64, 32)
 
 
@@ -92,8 +93,9 @@ def quantize_checkpoint(source: Path, output: Path, scheme: str) -> Quantized:
     linears = _linears(tensors)
     group_size = _group_size(tensors, linears, source) if scheme == W4A16 else None
     rounding = float8("channel") if group_size is None else int4(group_size)
-    kept = [name.removesuffix(".weight") for name in _matrices(tensors) if name not in linears]
-    config["quantization_config"] = _config(group_size, kept)
+    kept = {name.removesuffix(".weight") for name in _matrices(tensors) if name not in linears}
+    # One that is the embedding is a linear to transformers, though no tensor has its name.
+    config["quantization_config"] = _config(group_size, sorted(kept | {_HEAD}))
     files = weight_files(source)
     with _whole_or_none(output):
         _require_room(output, tensors, linears, 8 if group_size is None else 4)

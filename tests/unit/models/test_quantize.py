@@ -70,9 +70,11 @@ def test_weights_that_are_not_finite_are_refused_and_leave_nothing(tmp_path, sch
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_transformers_reads_it_through_compressed_tensors(source, tmp_path, scheme):
-    quantize_checkpoint(source, tmp_path / "out", scheme)
+def test_transformers_reads_it_through_compressed_tensors(tmp_path, scheme, tied):
+    tiny_llama(tie_word_embeddings=tied).save_pretrained(tmp_path / "source")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "out", scheme)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = LlamaForCausalLM.from_pretrained(

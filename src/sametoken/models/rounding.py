@@ -73,7 +73,9 @@ def int4(group: int) -> Scheme:
 
 def _fp8_by_row(weight: Tensor) -> tuple[Tensor, ...]:
     _, scale = rounded(weight)
-    scale = scale.to(_dtype_of_scales(weight))[:, None]
+    dtype = _dtype_of_scales(weight)
+    # Below this fp16 has few scales, or 0.
+    scale = scale.clamp(min=torch.finfo(dtype).tiny).to(dtype)[:, None]
     return _e4m3(weight.float() / scale.float()), scale
 
 

@@ -98,3 +98,15 @@ def test_float8_has_the_library_s_bits(tmp_path, strategy, shape):
         ours = float8(strategy).tensors("fc", weight.to(dtype))
         assert ours.keys() == theirs.keys()
         assert all(same(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1e-2, 1e-5, 0.0])
+def test_a_row_of_zeros_or_nearly_has_a_scale_of_its_own(dtype, size):
+    """In fp16 the scale of such a row would be 0, and its elements NaN."""
+    weight = (torch.randn(4, 96, generator=torch.Generator().manual_seed(0)) * size).to(dtype)
+    stored = float8("channel").tensors("fc", weight)
+    scale = stored["fc.weight_scale"]
+    assert scale.dtype == dtype
+    got, exact = stored["fc.weight"].float() * scale.float(), weight.float()
+    assert ((got - exact).abs() <= exact.abs() * 2**-4 + scale.float() * 2**-9).all()

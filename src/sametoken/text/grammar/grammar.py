@@ -263,7 +263,7 @@ def _require_unescaped(pattern: str) -> None:
 
     The compiler would write these texts as they are, which is no JSON.
     """
-    if _is_escaped("a") and not _is_escaped(plain_regex(pattern)):
+    if _is_escaped("a") and not _is_escaped(plain_regex(pattern, in_schema=True)):
         raise RequestError(
             f"json_schema: every text of the pattern {shown(pattern)} has a quotation mark, a "
             "backslash or a control character, which JSON escapes, and that is not supported",

@@ -127,12 +127,14 @@ def compilable(text: str) -> str:
             schema.setdefault("pattern", _POINTERS[schema["format"]])
         if "pattern" in schema:
             schema.pop("format", None)
-            schema["pattern"] = plain_regex(schema["pattern"])
+            schema["pattern"] = plain_regex(schema["pattern"], in_schema=True)
         if schema.get("properties") and any(schema.get(key, False) is not False for key in _OTHERS):
             schema.pop("patternProperties", None)
         if "patternProperties" in schema:
             found = schema["patternProperties"].items()
-            schema["patternProperties"] = {plain_regex(name): one for name, one in found}
+            schema["patternProperties"] = {
+                plain_regex(name, in_schema=True): one for name, one in found
+            }
         if "oneOf" in schema:
             schema["anyOf"] = schema.pop("oneOf")
         is_whole = is_whole and schema == given

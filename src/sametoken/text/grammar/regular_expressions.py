@@ -12,8 +12,13 @@ _KNOWN = frozenset("0DSWdefnrstvw")
 #: Punctuation that the compiler accepts after a backslash without a warning.
 _MARKS = frozenset("\"$'()*+-./?[\\]^{|}")
 _ESCAPED = r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]{1,6}\}|c[a-zA-Z]|.)"
-_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
-_PART = re.compile(_ESCAPED + r"|[\[\]^$.]|\(\?(?:<?[=!]|P<)", re.DOTALL)
+_PART = re.compile(_ESCAPED + r"|[\[\]^$.]|\(\?(?:<?[=!]|P<)|[^\x00-\x7f]", re.DOTALL)
+_CODE = re.compile(r"(?:x|u\{?)([0-9a-fA-F]+)\}?|c([a-zA-Z])")
+#: What the compiler writes as \xNN. In a class it then reads digits that follow as part of NN.
+_SHORT = re.compile(r"[\x01-\x08\x0e-\x1f\x7f-\xff]")
+#: A class that begins with an escaped ^, which the compiler would take for a negation.
+_CARET = r"\\(?:\^|x5[eE]|u005[eE]|u\{0*5[eE]\})"
+_CARET_FIRST = re.compile(rf"\[{_CARET}(?:{_CARET}|\^)*+(?P<rest>(?:[^\]\\]|\\.)*+)\]", re.DOTALL)
 #: What the compiler misreads, in its own words: a point, which would be a line break too, and
 #: Python's beginning of a group with a name.
 _REWRITTEN = {".": r"[^\n\r\u2028\u2029]", "(?P<": "(?<"}
@@ -60,21 +65,38 @@ def check_grammar(text: str) -> None:
             check_regex(found["text"].replace("\\\\", "\\"))
 
 
-def plain_regex(pattern: str) -> str:
-    """An equal expression in ASCII, of parts that the compiler reads as they are meant."""
+def plain_regex(pattern: str, *, in_schema: bool = False) -> str:
+    """An equal expression, of parts that the compiler reads as they are meant.
+
+    In a schema it is in ASCII: beyond, the compiler would not escape what it matches.
+    """
     place, pieces = 0, list[str]()
-    for found, _ in _parts(pattern):
-        pieces += pattern[place : found.start()], _plain(found)
+    pattern = _carets_apart(pattern)
+    for found, in_class in _parts(pattern):
+        pieces += pattern[place : found.start()], _plain(found, as_is=in_class and not in_schema)
         place = found.end()
-    plain = "".join((*pieces, pattern[place:]))
-    return _NOT_ASCII.sub(lambda found: rf"\u{{{ord(found[0]):x}}}", plain)
+    return "".join((*pieces, pattern[place:]))
+
+
+def _carets_apart(pattern: str) -> str:
+    """The expression without classes that begin with an escaped ^."""
+    place, pieces = 0, list[str]()
+    for part, _ in _parts(pattern):
+        found = _CARET_FIRST.match(pattern, part.start()) if part[0] == "[" else None
+        if found is not None:
+            rest = found["rest"]
+            # A range from ^ on goes on behind it.
+            others = f"_{rest}" if rest[:1] == "-" and len(rest) > 1 else rest
+            pieces += pattern[place : found.start()], rf"(?:\^|[{others}])" if others else r"\^"
+            place = found.end()
+    return "".join((*pieces, pattern[place:]))
 
 
 def _parts(pattern: str) -> Iterator[tuple[re.Match[str], bool]]:
     """Escapes, and whether each is in a character class; marks outside of classes."""
     in_class = False
     for found in _PART.finditer(pattern):
-        if found[1] is not None:
+        if found[1] is not None or not found[0].isascii():
             yield found, in_class
         elif found[0] == "]":
             in_class = False
@@ -94,17 +116,28 @@ def _check_escape(escaped: str, in_class: bool) -> None:
         raise _refused(rf"the escape \{escaped}", "write the characters that it stands for")
 
 
-def _plain(found: re.Match[str]) -> str:
+def _plain(found: re.Match[str], *, as_is: bool) -> str:
     escaped: str | None = found[1]
+    character = found[0] if escaped is None else _CODE.sub(_character, escaped)
+    if as_is and _SHORT.fullmatch(character):
+        return character
     if escaped is None:
-        return _REWRITTEN.get(found[0], found[0])
+        return _REWRITTEN.get(found[0], found[0]) if found[0].isascii() else _escape(found[0])
     if escaped[0] == "x" and len(escaped) > 1:
         # The compiler reads digits that follow \x.. as part of the number.
         return rf"\u00{escaped[1:]}"
     if escaped in _MARKS or _is_word(escaped[0]):
         return found[0]
     # As a code point: a bare comma could become part of a repetition.
-    return rf"\u{ord(escaped):04x}" if escaped.isascii() else escaped
+    return rf"\u{ord(escaped):04x}" if escaped.isascii() else _escape(escaped)
+
+
+def _character(code: re.Match[str]) -> str:
+    return chr(int(code[1], 16) if code[1] else ord(code[2]) % 32)
+
+
+def _escape(character: str) -> str:
+    return rf"\u{{{ord(character):x}}}"
 
 
 def _is_word(escaped: str) -> bool:

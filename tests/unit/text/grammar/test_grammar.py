@@ -81,6 +81,17 @@ def accepts(grammar, tokenizer, text: str) -> bool:
             ["ab..", "aé..", "a🎉..", "a..."],
             ["a\n..", "a\r..", "a\u2028..", "ab..\n", "abcd"],
         ),
+        # In a class the compiler would read é and a as one character, and ^ as a negation.
+        ({"regex": "[éa-z]"}, ["é", "a", "z"], ["\u0e9a", "-", "è"]),
+        ({"regex": r"[\xe9a\x7f0\u00ff\u{e8}b]"}, ["é", "a", "\x7f", "0", "ÿ", "è", "b"], ["ê"]),
+        ({"regex": r"[^é0À-ÿ\cAa]"}, ["b", "\x1a"], ["é", "0", "ï", "\x01", "a"]),
+        ({"regex": r"[\^a]\^[\^]"}, ["^^^", "a^^"], ["b^^", "a^a"]),
+        ({"regex": r"[\x5e\^-b-]{2}"}, ["^b", "a-", "_`"], ["c^", "]^"]),
+        (
+            {"json_schema": {"type": "string", "pattern": r"[éa-z\^]|[\^0]"}},
+            ['"é"', '"a"', '"^"', '"0"'],
+            ['"\u0e9a"', '"1"'],
+        ),
         ({"json_schema": '{"pattern": "^(?P<a>.)$", "type": "string"}'}, ['"a"', '"."'], ['"\n"']),
         ({"grammar": 'root ::= "(" root ")" | "the"'}, ["the", "((the))"], ["(the", "()"]),
         (

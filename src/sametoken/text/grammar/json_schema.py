@@ -13,7 +13,7 @@ from typing import Any
 
 from sametoken.errors import RequestError, shown
 from sametoken.text.grammar.one_of import disjoint, listed_values
-from sametoken.text.grammar.property_names import find_clash
+from sametoken.text.grammar.property_names import admits, find_clash
 from sametoken.text.grammar.regular_expressions import plain_regex
 
 MAX_DEPTH = 64
@@ -118,7 +118,8 @@ def compilable(text: str) -> str:
     the compiler would ignore the pattern. zod writes both. ``oneOf``, whose branches have been
     compared, is ``anyOf``: the compiler would warn where it cannot tell that they are disjoint.
     Patterns of names that ask what all names but the properties' are asked are left out: beside
-    them the compiler would allow a property what the others may have.
+    them the compiler would allow a property what the others may have. ``propertyNames``, which
+    admits all properties, is left out beside them: with it the compiler counts them wrong.
     """
     root, is_whole = _parsed(text), True
     for schema in _schemas(root):
@@ -135,6 +136,12 @@ def compilable(text: str) -> str:
             schema["patternProperties"] = {
                 plain_regex(name, in_schema=True): one for name, one in found
             }
+        names = schema.get("propertyNames")
+        if isinstance(names, dict) and not names.keys() & _MEANINGFUL:
+            # The compiler would let them be any JSON.
+            schema["propertyNames"] = {**names, "type": "string"}
+        if schema.get("properties"):
+            schema.pop("propertyNames", None)
         if "oneOf" in schema:
             schema["anyOf"] = schema.pop("oneOf")
         is_whole = is_whole and schema == given
@@ -231,6 +238,8 @@ def _check(
     _check_exclusive(schema)
     _check_types(schema, schema.get("type", implied))
     _check_listed(schema)
+    if "propertyNames" in schema:
+        _check_names(schema, root)
     _check_counts(schema)
     properties = schema.get("properties", {})
     long = next((name for name in properties if len(name) > MAX_NAME), None)
@@ -298,8 +307,6 @@ def _check_types(schema: Mapping[str, Any], stated: str | Iterable[str]) -> None
     length = [key for key in ("minLength", "maxLength") if key in schema]
     if shape and length:
         raise _refused(length[0], f"excludes {shape[0]}", "state the length in a pattern")
-    if "propertyNames" in schema:
-        _check_names(schema)
     multiple = schema.get("multipleOf", 1)
     if multiple not in range(1, _LARGEST_MULTIPLE + 1):
         remedy = f"use a whole number from 1 to {_LARGEST_MULTIPLE}"
@@ -308,13 +315,44 @@ def _check_types(schema: Mapping[str, Any], stated: str | Iterable[str]) -> None
         raise _refused("multipleOf", "excludes a minimum or a maximum", "list the values")
 
 
-def _check_names(schema: Mapping[str, Any]) -> None:
-    """Refuse ``propertyNames`` where the compiler would let it replace what else restricts."""
+def _check_names(schema: Mapping[str, Any], root: Mapping[str, Any]) -> None:
+    """Refuse ``propertyNames`` where the compiler would let it replace what else restricts.
+
+    It would also ignore it beside properties, and write names that are no strings.
+    """
     if "patternProperties" in schema:
         raise _refused("propertyNames", "excludes patternProperties", "state the names in one")
     key = next((key for key in _OTHERS if key in schema), None)
     if key is not None and bool(schema.get("properties")) == (schema[key] is not False):
         raise _refused("propertyNames", f"excludes this {key}", f"leave {key} out")
+    if not _are_strings(schema["propertyNames"], root):
+        raise _refused("propertyNames", "may be no strings", "let it list or describe strings")
+    names = _resolve(schema["propertyNames"], root)
+    for name in schema.get("properties", ()):
+        if not admits(names, name, _MEANINGFUL):
+            raise _refused(
+                "propertyNames", f"may exclude the property {shown(name)}", "leave one of them out"
+            )
+
+
+def _are_strings(names: Any, root: Mapping[str, Any]) -> bool:
+    """Whether all that the compiler makes of a schema of names are strings."""
+    if not isinstance(names, dict):
+        return True
+    pending, known = [names], set[int]()
+    for one in pending:
+        branches = [branch for key in ("anyOf", "oneOf", "allOf") for branch in one.get(key, ())]
+        branches += [_resolve(one, root)] if "$ref" in one else []
+        if not all(isinstance(branch, dict) for branch in branches):
+            return False
+        values = listed_values(one)
+        # Without more it is of strings where it is that of the names itself.
+        is_text = one.get("type") == "string" or one is names or bool(branches)
+        if not (is_text if values is None else all(text[0] == '"' for text in values)):
+            return False
+        pending += [branch for branch in branches if id(branch) not in known]
+        known.update(map(id, branches))
+    return True
 
 
 def _check_listed(schema: Mapping[str, Any]) -> None:

@@ -7,10 +7,13 @@ pattern applies where it is found in a name, so what differs there is refused.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from sametoken.text.grammar.one_of import listed_values
 
 #: What a pattern with ``^`` begins every name with.
 _FIXED = re.compile(r"\^([^\\.\[\](){}*+?|^$]*)(?![*?+{])")
@@ -18,6 +21,10 @@ _FIXED = re.compile(r"\^([^\\.\[\](){}*+?|^$]*)(?![*?+{])")
 _REPEATED, _GROUPS, _FAR = (re.compile(one) for one in (r"[*+?{]", r"\)[*+{]", r"[{,]\d{4}"))
 #: Ways that a search may try, as a power of 2: no other thread runs meanwhile.
 _MOST_WAYS = 20
+
+
+#: Keywords of a schema of names that can be compared with a name; a format only annotates.
+_OF_NAMES = frozenset(("type", "enum", "const", "minLength", "maxLength", "pattern", "format"))
 
 
 class Clash(NamedTuple):
@@ -60,6 +67,31 @@ def find_clash(
                 if asked[pattern] != _asked(schema[key], meaningful):
                     return Clash(pattern, key)
     return None
+
+
+def admits(names: Any, name: str, meaningful: frozenset[str]) -> bool:
+    """Whether a schema of names says in so many words that a name is one.
+
+    Args:
+        names: with the target of a reference in its place.
+        name: a property's.
+        meaningful: the keywords that do not only annotate.
+    """
+    if not isinstance(names, dict):
+        return names is True
+    asked, values = _asked(names, meaningful), listed_values(names)
+    least, most = asked.get("minLength", 0), asked.get("maxLength", len(name))
+    pattern = asked.get("pattern", "")
+    return (
+        asked.keys() <= _OF_NAMES
+        and "string" in asked.get("type", "string")
+        and (values is None or json.dumps(name) in values)
+        and isinstance(least, int)
+        and isinstance(most, int)
+        and least <= len(name) <= most
+        and not _is_long(pattern, len(name))
+        and _applies(pattern, name, is_any=False)
+    )
 
 
 def _asked(schema: Any, meaningful: frozenset[str]) -> Any:

@@ -168,6 +168,25 @@ def accepts(grammar, tokenizer, text: str) -> bool:
             ["{}", '{"ab": 1}'],
             ['{"abc": 1}', '{"a": ""}'],
         ),
+        # Names are strings, and counted, whatever is said of them.
+        (
+            {"json_schema": {"propertyNames": {"title": "T"}, "additionalProperties": {}}},
+            ["{}", '{"ab": 1}'],
+            ["{1: 1}", "{null: 1}"],
+        ),
+        (
+            {
+                "json_schema": {
+                    "type": "object",
+                    "propertyNames": {"pattern": "^[a-z]$"},
+                    "properties": {"a": {}, "b": {}},
+                    "additionalProperties": False,
+                    "minProperties": 2,
+                }
+            },
+            ['{"a": 1, "b": 2}'],
+            ["{}", '{"a": 1}', '{"c": 1, "d": 1}'],
+        ),
         (
             {"json_schema": {"type": ["string", "null"], "format": "json-pointer"}},
             ['""', '"/"', '"/é/~0"', "null"],

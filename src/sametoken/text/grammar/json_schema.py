@@ -9,6 +9,7 @@ import json
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from sametoken.errors import RequestError, shown
@@ -32,6 +33,8 @@ _UNSUPPORTED = frozenset(
 )
 # The compiler ignores all other keywords of a schema that has one of these.
 _EXCLUSIVE = ("$ref", "allOf", "anyOf", "oneOf")
+#: Steps of 1 in which the compiler writes numbers between two bounds.
+_STEPS = 10**6
 _RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _NUMBERS = frozenset(("integer", "number"))
 _BY_TYPE = {
@@ -313,6 +316,22 @@ def _check_types(schema: Mapping[str, Any], stated: str | Iterable[str]) -> None
         raise _refused("multipleOf", f"is {shown(multiple)}", remedy)
     if "multipleOf" in schema and any(key in schema for key in _RANGE):
         raise _refused("multipleOf", "excludes a minimum or a maximum", "list the values")
+    if "number" in names and _is_empty(schema):
+        raise _refused(
+            "maximum", "leaves no number of 6 decimals above the minimum", "list the values"
+        )
+
+
+def _is_empty(schema: Mapping[str, Any]) -> bool:
+    """Whether the compiler finds no number in a range, for which it would write nothing at all."""
+    if not all(type(schema[key]) in (int, float) for key in _RANGE if key in schema):
+        return False
+    scaled = {key: Fraction(str(schema[key])) * _STEPS for key in _RANGE if key in schema}
+    least = {"minimum": math.ceil, "exclusiveMinimum": lambda bound: math.floor(bound) + 1}
+    most = {"maximum": math.floor, "exclusiveMaximum": lambda bound: math.ceil(bound) - 1}
+    lower = [rounded(scaled[key]) for key, rounded in least.items() if key in scaled]
+    upper = [rounded(scaled[key]) for key, rounded in most.items() if key in scaled]
+    return bool(lower and upper) and max(lower) > min(upper)
 
 
 def _check_names(schema: Mapping[str, Any], root: Mapping[str, Any]) -> None:

@@ -12,16 +12,15 @@ _KNOWN = frozenset("0DSWdefnrstvw")
 #: Punctuation that the compiler accepts after a backslash without a warning.
 _MARKS = frozenset("\"$'()*+-./?[\\]^{|}")
 _ESCAPED = r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]{1,6}\}|c[a-zA-Z]|.)"
-_PART = re.compile(_ESCAPED + r"|[\[\]^$.]|\(\?(?:<?[=!]|P<)|[^\x00-\x7f]", re.DOTALL)
+_PART = re.compile(_ESCAPED + r"|[\[\]^$.]|\(\?(?:<?[=!]|P?<[^\W\d]\w*>)|[^\x00-\x7f]", re.DOTALL)
 _CODE = re.compile(r"(?:x|u\{?)([0-9a-fA-F]+)\}?|c([a-zA-Z])")
 #: What the compiler writes as \xNN. In a class it then reads digits that follow as part of NN.
 _SHORT = re.compile(r"[\x01-\x08\x0e-\x1f\x7f-\xff]")
 #: A class that begins with an escaped ^, which the compiler would take for a negation.
 _CARET = r"\\(?:\^|x5[eE]|u005[eE]|u\{0*5[eE]\})"
 _CARET_FIRST = re.compile(rf"\[{_CARET}(?:{_CARET}|\^)*+(?P<rest>(?:[^\]\\]|\\.)*+)\]", re.DOTALL)
-#: What the compiler misreads, in its own words: a point, which would be a line break too, and
-#: Python's beginning of a group with a name.
-_REWRITTEN = {".": r"[^\n\r\u2028\u2029]", "(?P<": "(?<"}
+#: A point in the compiler's own words: to it, one would be a line break too.
+_POINT = r"[^\n\r\u2028\u2029]"
 # Comments, literals and character classes of a grammar, whose content is not grammar syntax.
 _GRAMMAR_PART = re.compile(
     r'#[^\n]*+|(?P<regex>\bRegex\s*+\(\s*+)?"(?P<text>(?:[^"\\\n]|\\.)*+)"'
@@ -122,7 +121,9 @@ def _plain(found: re.Match[str], *, as_is: bool) -> str:
     if as_is and _SHORT.fullmatch(character):
         return character
     if escaped is None:
-        return _REWRITTEN.get(found[0], found[0]) if found[0].isascii() else _escape(found[0])
+        # The compiler knows no names of groups with digits or underscores.
+        plain = {".": _POINT}.get(found[0], "(" if found[0][-1] == ">" else found[0])
+        return plain if plain.isascii() else _escape(plain)
     if escaped[0] == "x" and len(escaped) > 1:
         # The compiler reads digits that follow \x.. as part of the number.
         return rf"\u00{escaped[1:]}"

@@ -81,6 +81,7 @@ def accepts(grammar, tokenizer, text: str) -> bool:
             ["ab..", "aé..", "a🎉..", "a..."],
             ["a\n..", "a\r..", "a\u2028..", "ab..\n", "abcd"],
         ),
+        ({"regex": r"(?P<area_code>\d)(?<n1>[(?P<a>])"}, ["1(", "2P"], ["1b", "P"]),
         # In a class the compiler would read é and a as one character, and ^ as a negation.
         ({"regex": "[éa-z]"}, ["é", "a", "z"], ["\u0e9a", "-", "è"]),
         ({"regex": r"[\xe9a\x7f0\u00ff\u{e8}b]"}, ["é", "a", "\x7f", "0", "ÿ", "è", "b"], ["ê"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import weakref
 import zlib
@@ -220,7 +221,9 @@ def _grammar_of(source: GrammarSource) -> xgrammar.Grammar:
     if source.kind == "regex":
         return xgrammar.Grammar.from_regex(plain_regex(source.text))
     if source.kind == "structural_tag":
-        whole = with_grammars(source.text, lambda *own: str(_grammar_of(GrammarSource(*own))))
+        whole = with_grammars(
+            source.text, lambda *own: _exact(str(_grammar_of(GrammarSource(*own))))
+        )
         return xgrammar.Grammar.from_structural_tag(whole)
     return xgrammar.Grammar.from_ebnf(source.text)
 
@@ -231,7 +234,18 @@ def _grammar_of_schema(schema: str) -> xgrammar.Grammar:
     grammar = xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
     rules = str(grammar)
     corrected = with_escapes(with_other_names(rules))
-    return grammar if corrected == rules else xgrammar.Grammar.from_ebnf(corrected)
+    return grammar if corrected == rules else xgrammar.Grammar.from_ebnf(_exact(corrected))
+
+
+def _exact(rules: str) -> str:
+    """A grammar that the compiler wrote, so that it reads it as it was.
+
+    It writes é as \\xe9, and reads letters and digits behind that as part of the number.
+    """
+    return _ESCAPED.sub(lambda found: rf"\u00{found[1]}" if found[1] else found[0], rules)
+
+
+_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|.)", re.DOTALL)
 
 
 def not_valid(kind: str, error: Exception) -> RequestError:

@@ -169,6 +169,26 @@ def accepts(grammar, tokenizer, text: str) -> bool:
             ["{}", '{"ab": 1}'],
             ['{"abc": 1}', '{"a": ""}'],
         ),
+        # The compiler's own grammar, read again, means what it meant: ße is not U+07DFE.
+        (
+            {
+                "json_schema": {
+                    "properties": {
+                        "größe": {"enum": ["éa", "ü0"]},
+                        "s": {"type": "string", "maxLength": 1},
+                    },
+                    "additionalProperties": {"const": "üb"},
+                }
+                | {"type": "object", "required": ["größe"]}
+            },
+            ['{"größe": "éa"}', '{"größe": "ü0", "é": "üb"}'],
+            ['{"gr\u00f6\u7dfe": "éa"}', '{"größe": "\u0e9a"}'],
+        ),
+        (
+            tag_of("tag", begin="é", content={"type": "regex", "pattern": "[éa-z]+"}, end="a"),
+            ["ééba"],
+            ["ééb", "é\u0e9aa"],
+        ),
         # Names are strings, and counted, whatever is said of them.
         (
             {"json_schema": {"propertyNames": {"title": "T"}, "additionalProperties": {}}},

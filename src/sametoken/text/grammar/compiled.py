@@ -225,7 +225,7 @@ def _grammar_of(source: GrammarSource) -> xgrammar.Grammar:
             source.text, lambda *own: _exact(str(_grammar_of(GrammarSource(*own))))
         )
         return xgrammar.Grammar.from_structural_tag(whole)
-    return xgrammar.Grammar.from_ebnf(source.text)
+    return xgrammar.Grammar.from_ebnf(_exact(source.text))
 
 
 def _grammar_of_schema(schema: str) -> xgrammar.Grammar:
@@ -238,14 +238,14 @@ def _grammar_of_schema(schema: str) -> xgrammar.Grammar:
 
 
 def _exact(rules: str) -> str:
-    """A grammar that the compiler wrote, so that it reads it as it was.
+    r"""A grammar so that the compiler reads \xNN as GBNF has it: two digits, and no more.
 
-    It writes é as \\xe9, and reads letters and digits behind that as part of the number.
+    It writes é as \xe9 itself, and reads letters and digits behind that as part of the number.
     """
     return _ESCAPED.sub(lambda found: rf"\u00{found[1]}" if found[1] else found[0], rules)
 
 
-_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|.)", re.DOTALL)
+_ESCAPED = re.compile(r"\\(?:x([0-9a-fA-F]{2})|.)", re.DOTALL)
 
 
 def not_valid(kind: str, error: Exception) -> RequestError:

@@ -95,6 +95,7 @@ def accepts(grammar, tokenizer, text: str) -> bool:
         ),
         ({"json_schema": '{"pattern": "^(?P<a>.)$", "type": "string"}'}, ['"a"', '"."'], ['"\n"']),
         ({"grammar": 'root ::= "(" root ")" | "the"'}, ["the", "((the))"], ["(the", "()"]),
+        ({"grammar": r'root ::= "\x41b" [^\x00-\x1Fa] "\\x41"'}, [r"Abb\x41"], ["\u041bb", "Aba"]),
         (
             tag_of("triggered_tags", **TRIGGERED),
             ["", "any", "<f=a>[1, 2]</f>", "a <f=b>éx! b <f=a>[3]</f>c", "<f=b>c?"],

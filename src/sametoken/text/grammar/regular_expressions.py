@@ -13,7 +13,7 @@ _KNOWN = frozenset("0DSWdefnrstvw")
 _MARKS = frozenset("\"$'()*+-./?[\\]^{|}")
 _ESCAPED = r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]{1,6}\}|c[a-zA-Z]|.)"
 _PART = re.compile(_ESCAPED + r"|[\[\]^$.]|\(\?(?:<?[=!]|P?<[^\W\d]\w*>)|[^\x00-\x7f]", re.DOTALL)
-_CODE = re.compile(r"(?:x|u\{?)([0-9a-fA-F]+)\}?|c([a-zA-Z])")
+_CODE = re.compile(r"(?:x|u00|u\{0*)([0-9a-fA-F]{1,2})\}?|c([a-zA-Z])")
 #: What the compiler writes as \xNN. In a class it then reads digits that follow as part of NN.
 _SHORT = re.compile(r"[\x01-\x08\x0e-\x1f\x7f-\xff]")
 #: A class that begins with an escaped ^, which the compiler would take for a negation.

@@ -70,7 +70,7 @@ def find_clash(
 
 
 def admits(names: Any, name: str, meaningful: frozenset[str]) -> bool:
-    """Whether a schema of names says in so many words that a name is one.
+    """Whether a schema of names says plainly that a name is one.
 
     Args:
         names: with the target of a reference in its place.

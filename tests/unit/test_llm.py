@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import json
 import pickle
 import signal
@@ -14,6 +15,7 @@ from tests.helpers.checkpoints import write_llama
 
 import sametoken
 from sametoken import LoRARequest
+from sametoken.engine import offline_requests
 from sametoken.errors import (
     CheckpointError,
     ConfigError,
@@ -58,6 +60,22 @@ def test_one_prompt_may_stand_alone(scripted, ids):
     (output,) = llm.generate("a", GREEDY, use_tqdm=True)
     assert output.outputs[0].text == "the cat"
     assert llm.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "times"), [(offline_requests._MANY - 1, 0), (offline_requests._MANY, 1)]
+)
+def test_objects_are_left_out_of_searches_for_garbage_where_many_requests_run(
+    scripted, monkeypatch, num_prompts, times
+):
+    """To look at what is left out already takes longer than a step of one request."""
+    frozen = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(1))
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
+    llm, _ = scripted(*[[[EOS]]] * num_prompts)
+    assert len(llm.generate(["a"] * num_prompts, GREEDY)) == num_prompts
+    assert len(frozen) == times
 
 
 def test_chat_takes_one_conversation_or_several(scripted, tokenizer):

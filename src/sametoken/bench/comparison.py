@@ -260,10 +260,12 @@ def _number(value: Any) -> float:
     Raises:
         TypeError: it is no finite number.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{shown(value)} is no number")
     # An int may be beyond every float; NaN fails each comparison.
-    if not abs(value) <= sys.float_info.max:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not abs(value) <= sys.float_info.max
+    ):
         raise TypeError(f"{shown(value)} is no number")
     return value
 

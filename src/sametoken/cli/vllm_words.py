@@ -20,7 +20,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "--spec-tokens": "--speculative-config.num_speculative_tokens",
 }
 #: Values that stand for what our default is.
-DEFAULTS: Mapping[str, tuple[str, ...]] = {"--max-model-len": ("auto", "-1")}
+_DEFAULTS: Mapping[str, tuple[str, ...]] = {"--max-model-len": ("auto", "-1")}
 
 
 def our_words(words: list[str]) -> list[str]:
@@ -48,9 +48,9 @@ def _without_defaults(words: list[str]) -> list[str]:
     others: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
-        if equals and value in DEFAULTS.get(name, ()):
+        if equals and value in _DEFAULTS.get(name, ()):
             continue
-        if others and word in DEFAULTS.get(others[-1], ()):
+        if others and word in _DEFAULTS.get(others[-1], ()):
             others.pop()
             continue
         others.append(word)

@@ -44,7 +44,7 @@ TEXT_PARTS = {
 }
 
 #: Arguments of ``apply_chat_template``, in the tokenizer and in transformers, that are set already.
-_NO_VARIABLES = frozenset({"conversation", "messages", "self", "tokenize"})
+NO_VARIABLES = frozenset({"conversation", "messages", "self", "tokenize"})
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 _PROMPT_FORMS = (
     'give a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": [...]}'
@@ -247,7 +247,7 @@ def template_variables(options: Mapping[str, Any]) -> dict[str, Any]:
         )
     variables = {"add_generation_prompt": True, **inner, **others}
     for name in variables:
-        if not isinstance(name, str) or name in _NO_VARIABLES:
+        if not isinstance(name, str) or name in NO_VARIABLES:
             raise RequestError(f"a chat template has no variable {shown(name)}", "leave it out")
     return variables
 

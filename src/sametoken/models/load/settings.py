@@ -204,7 +204,12 @@ def compiled(settings: Settings, expression: str) -> re.Pattern[str]:
     """
     nested = re.search(r"\)[*+{]", expression)
     # A long one's ways are a number of many digits.
-    if len(expression) > _MAX_EXPRESSION or nested or _repeats_too_much(expression):
+    if (
+        len(expression) > _MAX_EXPRESSION
+        or nested
+        or _repeats(expression) > _MAX_REPEATS
+        or _ways(expression) > _MAX_WAYS
+    ):
         raise UnsupportedError(
             f"{settings.location}: the expression {short(expression)} repeats too much",
             "name the modules",
@@ -228,10 +233,6 @@ def require_quick(settings: Settings, expressions: Iterable[re.Pattern[str]]) ->
             f"{settings.location}: its expressions repeat too much, one after the other",
             "name the modules",
         )
-
-
-def _repeats_too_much(expression: str) -> bool:
-    return _repeats(expression) > _MAX_REPEATS or _ways(expression) > _MAX_WAYS
 
 
 def _repeats(expression: str) -> int:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sametoken.engine.sampling_defaults import ServerDefaults
-from sametoken.engine.user_inputs import PromptTokens
+from sametoken.engine.user_inputs import NO_VARIABLES, PromptTokens
 from sametoken.errors import RequestError, shown
 from sametoken.serving.http.config import OPENAI, ServerConfig
 from sametoken.serving.http.errors import ApiError, invalid
@@ -46,22 +46,16 @@ if TYPE_CHECKING:
 
 #: Template options that clients may not set: the server sets them, or they replace the template,
 #: itself or within ``chat_template_kwargs``.
-_RESERVED = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "chat_template_kwargs",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "messages",
-        "return_dict",
-        "return_tensors",
-        "self",
-        "tokenize",
-        "tools",
-    }
-)
+_RESERVED = NO_VARIABLES | {
+    "add_generation_prompt",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "documents",
+    "return_dict",
+    "return_tensors",
+    "tools",
+}
 
 
 @dataclass(frozen=True, slots=True)

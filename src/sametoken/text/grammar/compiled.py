@@ -31,6 +31,7 @@ MAX_KEPT_BYTES = 256 * 2**20
 MAX_LIVE_BYTES = 2**30
 #: White space between two JSON elements: a line break and an indentation.
 MAX_WHITESPACE = 20
+_ESCAPED = re.compile(r"\\(?:x([0-9a-fA-F]{2})|.)", re.DOTALL)
 
 
 class Vocabulary:
@@ -243,9 +244,6 @@ def _exact(rules: str) -> str:
     It writes é as \xe9 itself, and reads letters and digits behind that as part of the number.
     """
     return _ESCAPED.sub(lambda found: rf"\u00{found[1]}" if found[1] else found[0], rules)
-
-
-_ESCAPED = re.compile(r"\\(?:x([0-9a-fA-F]{2})|.)", re.DOTALL)
 
 
 def not_valid(kind: str, error: Exception) -> RequestError:

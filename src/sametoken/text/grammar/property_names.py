@@ -21,8 +21,6 @@ _FIXED = re.compile(r"\^([^\\.\[\](){}*+?|^$]*)(?![*?+{])")
 _REPEATED, _GROUPS, _FAR = (re.compile(one) for one in (r"[*+?{]", r"\)[*+{]", r"[{,]\d{4}"))
 #: Ways that a search may try, as a power of 2: no other thread runs meanwhile.
 _MOST_WAYS = 20
-
-
 #: Keywords of a schema of names that can be compared with a name; a format only annotates.
 _OF_NAMES = frozenset(("type", "enum", "const", "minLength", "maxLength", "pattern", "format"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from sametoken.errors import RequestError, shown
 
@@ -69,26 +69,32 @@ def plain_regex(pattern: str, *, in_schema: bool = False) -> str:
 
     In a schema it is in ASCII: beyond, the compiler would not escape what it matches.
     """
+    pattern = _replaced(pattern, _carets_apart(pattern))
+    plain = (
+        (found, _plain(found, as_is=in_class and not in_schema))
+        for found, in_class in _parts(pattern)
+    )
+    return _replaced(pattern, plain)
+
+
+def _replaced(pattern: str, parts: Iterable[tuple[re.Match[str], str]]) -> str:
+    """The expression with a text in the place of each part, in their order."""
     place, pieces = 0, list[str]()
-    pattern = _carets_apart(pattern)
-    for found, in_class in _parts(pattern):
-        pieces += pattern[place : found.start()], _plain(found, as_is=in_class and not in_schema)
+    for found, text in parts:
+        pieces += pattern[place : found.start()], text
         place = found.end()
     return "".join((*pieces, pattern[place:]))
 
 
-def _carets_apart(pattern: str) -> str:
-    """The expression without classes that begin with an escaped ^."""
-    place, pieces = 0, list[str]()
+def _carets_apart(pattern: str) -> Iterator[tuple[re.Match[str], str]]:
+    """Classes that begin with an escaped ^, and what to write for each."""
     for part, _ in _parts(pattern):
         found = _CARET_FIRST.match(pattern, part.start()) if part[0] == "[" else None
         if found is not None:
             rest = found["rest"]
             # A range from ^ on goes on behind it.
             others = f"_{rest}" if rest[:1] == "-" and len(rest) > 1 else rest
-            pieces += pattern[place : found.start()], rf"(?:\^|[{others}])" if others else r"\^"
-            place = found.end()
-    return "".join((*pieces, pattern[place:]))
+            yield found, rf"(?:\^|[{others}])" if others else r"\^"
 
 
 def _parts(pattern: str) -> Iterator[tuple[re.Match[str], bool]]:

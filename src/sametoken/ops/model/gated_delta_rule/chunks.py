@@ -29,6 +29,7 @@ from sametoken.ops.model.recurrent.chunks_triton import (
     CHUNK,
     PART,
     PARTS,
+    block_of,
     convolved_part,
     fill_broken,
     keep_history,
@@ -48,11 +49,11 @@ _COLUMNS = 64
 
 
 @triton.jit
-def _prepare_gates(raw, num_rows, A_log, dt_bias, gates, HV: tl.constexpr, HEADS: tl.constexpr):
+def _prepare_gates(raw, num_rows, A_log, dt_bias, gates, HV: tl.constexpr):
     """log(e) and b of a chunk's rows; rows that it lacks keep the state as it is."""
     a, b, a_stride, b_stride = raw
     index = tl.arange(0, CHUNK)[:, None]
-    head = tl.arange(0, HEADS)[None, :]
+    head = tl.arange(0, triton.next_power_of_2(HV))[None, :]
     inside = head < HV
     exists = inside & (index < num_rows)
     rate = tl.exp(tl.load(A_log + head, inside, other=0.0).to(tl.float32))
@@ -73,12 +74,11 @@ def _prepare_head(
     out,  # at the head's first element of the first row, written
     strides,  # by row, by element
     D: tl.constexpr,
-    BLOCK: tl.constexpr,
     C: tl.constexpr,
     K: tl.constexpr,
 ):
     """One head of q, k or v."""
-    column = tl.arange(0, BLOCK)[None, :]
+    column = tl.arange(0, block_of(D))[None, :]
     inside = column < D
     x = convolved_part(raw, first + column, inside, conv_weight, conv_bias, C, K)
     length = tl.rsqrt(tl.sum(tl.where(inside, x * x, 0.0), 1) + _EPS)
@@ -109,9 +109,6 @@ def _prepare_kernel(
     DK: tl.constexpr,
     DV: tl.constexpr,
     K: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    HEADS: tl.constexpr,
 ):
     C: tl.constexpr = 2 * HK * DK + HV * DV
     unit = tl.program_id(1)
@@ -121,19 +118,19 @@ def _prepare_kernel(
         if (first == 0) & (num_rows > 0):
             gates += chunk * 2 * HV * CHUNK
             of_gates = a + row * a_stride, b + row * b_stride, a_stride, b_stride
-            _prepare_gates(of_gates, num_rows, A_log, dt_bias, gates, HV, HEADS)
+            _prepare_gates(of_gates, num_rows, A_log, dt_bias, gates, HV)
     elif first + num_rows > 0:
         if unit < 2 * HK:
             scale = tl.where(unit < HK, DK**-0.5, 1.0)
             out = keys + ((chunk * CHUNK + first) * 2 * HK + unit) * DK
             strides = 2 * HK * DK, 1
-            _prepare_head(unit * DK, scale, raw, conv_weight, conv_bias, out, strides, DK, BK, C, K)
+            _prepare_head(unit * DK, scale, raw, conv_weight, conv_bias, out, strides, DK, C, K)
         else:
             head = unit - 2 * HK
             channel = 2 * HK * DK + head * DV
             out = values + (chunk * HV + head) * DV * CHUNK + first
             strides = 1, CHUNK
-            _prepare_head(channel, 0.0, raw, conv_weight, conv_bias, out, strides, DV, BV, C, K)
+            _prepare_head(channel, 0.0, raw, conv_weight, conv_bias, out, strides, DV, C, K)
 
 
 @triton.jit
@@ -188,12 +185,11 @@ def _solve_kernel(
     HK: tl.constexpr,
     HV: tl.constexpr,
     DK: tl.constexpr,
-    BK: tl.constexpr,
 ):
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(chunks + chunk * CHUNK_FIELDS + CHUNK_ROWS) == 0:
         return
-    index, key = tl.arange(0, CHUNK), tl.arange(0, BK)[None, :]
+    index, key = tl.arange(0, CHUNK), tl.arange(0, block_of(DK))[None, :]
     q_at = keys + ((chunk * CHUNK + index[:, None]) * 2 * HK + head // (HV // HK)) * DK + key
     gate_at = gates + (chunk * 2 * HV + head) * CHUNK + index
     log_decay, beta = tl.load(gate_at), tl.load(gate_at + HV * CHUNK)
@@ -243,10 +239,8 @@ def _scan_kernel(
     DK: tl.constexpr,
     DV: tl.constexpr,
     K: tl.constexpr,
-    BK: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
-    TAPS_BLOCK: tl.constexpr,
 ):
     """States and sums are transposed, [columns, keys] and [columns, rows].
 
@@ -256,7 +250,7 @@ def _scan_kernel(
     head, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     chunk, facts = run_to_scan(runs, first_chunks, first_run)
     slot, first, num_rows, begun, bad_rows = facts
-    index, key = tl.arange(0, CHUNK), tl.arange(0, BK)[None, :]
+    index, key = tl.arange(0, CHUNK), tl.arange(0, block_of(DK))[None, :]
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     is_key, is_column = key < DK, column < DV
     inside = is_column[:, None] & is_key
@@ -288,7 +282,7 @@ def _scan_kernel(
     tl.store(state_at, state, inside & (num_rows > 0))
     if (K > 1) & (num_rows > 0):
         rows = qkv + first * qkv_stride, qkv_stride, num_rows, begun
-        keep_history(rows, slot, history, 2 * HK * DK + HV * DV, K - 1, TAPS_BLOCK)
+        keep_history(rows, slot, history, 2 * HK * DK + HV * DV, K - 1)
     fill_broken(out, HV * DV, bad_rows, is_column[None, :])
 
 
@@ -311,8 +305,6 @@ def advance_chunks(
     rule, count = params.rule, fast.num_chunks
     heads, num_values = rule.num_value_heads, rule.value_dim
     sizes = rule.constants
-    # Products have at least 16 rows and columns.
-    block_k, block_v = (max(16, triton.next_power_of_2(n)) for n in (rule.key_dim, num_values))
     new = raw.mixed.new_empty
     keys = new(count, FAST_ROWS, 2, rule.num_key_heads, rule.key_dim)
     values = new(count, heads, num_values, FAST_ROWS)
@@ -332,9 +324,6 @@ def advance_chunks(
         gates,
         *raw.strides,
         **sizes,
-        BK=block_k,
-        BV=block_v,
-        HEADS=triton.next_power_of_2(heads),
         num_warps=8,
     )
     _solve_kernel[(count, heads)](
@@ -344,10 +333,9 @@ def advance_chunks(
         inverses,
         weights,
         **{name: sizes[name] for name in ("HK", "HV", "DK")},
-        BK=block_k,
         num_warps=4,
     )
-    columns = min(_COLUMNS, block_v)
+    block_k, columns = block_of(rule.key_dim), min(_COLUMNS, block_of(num_values))
     # Of what ``_scan`` reads of a chunk: two are in flight beside the one that products read.
     held = FAST_ROWS * (2 * block_k + columns + 2 * FAST_ROWS) * raw.mixed.itemsize
     fits = block_k * raw.mixed.itemsize <= 256 and 2 * held <= shared_memory(out)
@@ -366,9 +354,7 @@ def advance_chunks(
         raw.strides[0],
         fast.first_run,
         **sizes,
-        BK=block_k,
         COLUMNS=columns,
         STAGES=3 if fits else 1,
-        TAPS_BLOCK=triton.next_power_of_2(max(rule.conv_kernel - 1, 1)),
         num_warps=4,
     )

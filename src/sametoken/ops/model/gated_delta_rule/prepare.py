@@ -50,11 +50,10 @@ def _prepare_keys(
     C: tl.constexpr,
     WIDTH: tl.constexpr,
     K: tl.constexpr,
-    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One key head's q, k and q . k: q and k normalised, q scaled by 1 / sqrt(Dk)."""
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, triton.next_power_of_2(DK))
     inside = column < DK
     channel = head * DK + column
     k_channel = channel + HK * DK
@@ -94,11 +93,10 @@ def _prepare_gates(
     HV: tl.constexpr,
     C: tl.constexpr,
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Decay and beta of every value head."""
-    head = tl.arange(0, BLOCK)
+    head = tl.arange(0, triton.next_power_of_2(HV))
     inside = head < HV
     rate = tl.exp(tl.load(A_log + head, inside, other=0.0).to(tl.float32))
     shift = tl.load(dt_bias + head, inside, other=0.0).to(tl.float32)
@@ -140,9 +138,7 @@ def _prepare_kernel(
     DK: tl.constexpr,
     DV: tl.constexpr,
     K: tl.constexpr,
-    KEYS: tl.constexpr,
     VALUES: tl.constexpr,
-    HEADS: tl.constexpr,
     BLOCK_RUNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -160,9 +156,7 @@ def _prepare_kernel(
     slot, first_row, num_folded = facts
     prepared += (first_row + run * max_pending) * WIDTH
     if unit < HK:
-        _prepare_keys(
-            unit, raw, span, prepared, conv_weight, conv_bias, HK, DK, C, WIDTH, K, KEYS, PDL
-        )
+        _prepare_keys(unit, raw, span, prepared, conv_weight, conv_bias, HK, DK, C, WIDTH, K, PDL)
     elif unit < HK + VALUE_UNITS:
         convolve_channels(
             2 * HK * DK + (unit - HK) * VALUES, raw, span, prepared, conv_weight, conv_bias,
@@ -172,7 +166,7 @@ def _prepare_kernel(
         gates = (a, b, a_stride, b_stride, pending_gates + slot * max_pending * 2 * HV)
         _prepare_gates(
             gates, first_row - num_folded, num_folded, span, prepared, A_log, dt_bias,
-            HV, C, WIDTH, HEADS, PDL,
+            HV, C, WIDTH, PDL,
         )  # fmt: skip
 
 
@@ -210,10 +204,8 @@ def prepare(runs: Runs, params: GatedDeltaParams, raw: RawRows, memory: LayerMem
             group.first,
             group.num_runs,
             parts.each,
-            **params.rule.constants,
-            KEYS=triton.next_power_of_2(rule.key_dim),
+            **rule.constants,
             VALUES=values,
-            HEADS=triton.next_power_of_2(heads),
             BLOCK_RUNS=parts.block_runs,
             num_warps=1,
             **pdl_options(prepared),

@@ -40,7 +40,7 @@ from sametoken.ops.model.recurrent.runs import (
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 # Parts of a column of the state that are summed apart, and the most elements that a thread loads.
-_PARTS, _TOGETHER = 8, tl.constexpr(4)
+_PARTS, _TOGETHER = tl.constexpr(8), tl.constexpr(4)
 # Threads of a warp.
 _THREADS = tl.constexpr(32)
 # Rows of a long run. From here on, an uneven number of programs per multiprocessor costs more than
@@ -74,11 +74,14 @@ _TILE = RuleTile(32, 2, 4)
 
 
 @triton.jit
-def _keys(BK: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr):
+def _keys(DK: tl.constexpr, V: tl.constexpr):
     """[1, LANES, 1, PARTS, RUNS, TOGETHER]: keys in runs of four, which a thread loads together.
 
     LANES threads share a column of the state, and each has PARTS parts of it.
     """
+    BK: tl.constexpr = triton.next_power_of_2(DK)
+    LANES: tl.constexpr = min(BK, _PARTS, _TOGETHER * _THREADS // V)
+    PARTS: tl.constexpr = min(BK, _PARTS) // LANES
     TOGETHER: tl.constexpr = min(_TOGETHER, BK // (LANES * PARTS))
     RUNS: tl.constexpr = BK // (LANES * PARTS * TOGETHER)
     lane = tl.arange(0, LANES)[None, :, None, None, None, None]
@@ -147,11 +150,8 @@ def _advance_tile(
     HV: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
-    BK: tl.constexpr,
     WARPS: tl.constexpr,
     V: tl.constexpr,
-    LANES: tl.constexpr,
-    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -160,7 +160,8 @@ def _advance_tile(
     WIDTH: tl.constexpr = 2 * HK * DK + HV * DV + 2 * HV + HK
     head = tile // TILES
     key_head = head // (HV // HK)
-    key = _keys(BK, LANES, PARTS)
+    key = _keys(DK, V)
+    LANES: tl.constexpr = key.shape[1]
     value = _columns((tile % TILES) * WARPS, V, LANES, WARPS)
     is_key, is_value = key < DK, value < DV
     inside = is_key & is_value[:, :, :, None, None, None]
@@ -236,14 +237,9 @@ def _advance_kernel(
     DK: tl.constexpr,
     DV: tl.constexpr,
     K: tl.constexpr,
-    BK: tl.constexpr,
     WARPS: tl.constexpr,
     V: tl.constexpr,
-    LANES: tl.constexpr,
-    PARTS: tl.constexpr,
-    HEADS: tl.constexpr,
     KEPT_BLOCK: tl.constexpr,
-    TAPS_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -258,12 +254,12 @@ def _advance_kernel(
         keep_raw(
             program - PROGRAMS, tl.num_programs(0) - PROGRAMS, qkv, a, b, field,
             history, pending_qkv, pending_gates, qkv_stride, a_stride, b_stride, max_pending,
-            C, HV, K, KEPT_BLOCK, HEADS, TAPS_BLOCK, PDL,
+            C, HV, K, KEPT_BLOCK, PDL,
         )  # fmt: skip
     elif run < num_walked:
         _advance_tile(
             program, run, prepared, field, states, out, max_pending,
-            HK, HV, DK, DV, BK, WARPS, V, LANES, PARTS, STAGES, PDL,
+            HK, HV, DK, DV, WARPS, V, STAGES, PDL,
         )  # fmt: skip
 
 
@@ -310,8 +306,7 @@ def advance_prepared(
     tile = (tile or _TILE).fitted(rule.value_dim)
     assert raw.mixed.dtype == memory.history.dtype
     out = raw.mixed.new_empty(num_rows, rule.out_features)
-    keys, batch = triton.next_power_of_2(rule.key_dim), runs.table.shape[0]
-    lanes = min(keys, _PARTS, _TOGETHER.value * _THREADS.value // tile.value_columns)
+    batch = runs.table.shape[0]
     tiles = triton.cdiv(rule.value_dim, tile.value_columns * tile.num_warps)
     programs, block = rule.num_value_heads * tiles, KEPT_CHANNELS * tile.num_warps
     blocks = triton.cdiv(num_channels, block)
@@ -331,14 +326,9 @@ def advance_prepared(
         runs.rows.num_short,
         runs.rows.num_short if on_hopper else batch,
         **rule.constants,
-        BK=keys,
         WARPS=tile.num_warps,
         V=tile.value_columns,
-        LANES=lanes,
-        PARTS=min(keys, _PARTS) // lanes,
-        HEADS=triton.next_power_of_2(rule.num_value_heads),
         KEPT_BLOCK=block,
-        TAPS_BLOCK=triton.next_power_of_2(max(rule.conv_kernel - 1, 1)),
         STAGES=tile.stages,
         num_warps=tile.num_warps,
         **pdl_options(out, early=not long),

@@ -28,6 +28,7 @@ from sametoken.ops.model.recurrent.chunks_triton import (
     CHUNK,
     PART,
     PARTS,
+    block_of,
     convolved_part,
     fill_broken,
     keep_history,
@@ -56,12 +57,11 @@ def _prepare_gates(
     limit,  # least and largest time step
     gates,  # [GATES, H, CHUNK] of the chunk, written
     H: tl.constexpr,
-    HEADS: tl.constexpr,
 ):
     """Of a chunk's rows; those that it lacks keep the state as it is."""
     _, _, row, num_rows, _, _ = raw
     index = tl.arange(0, CHUNK)[:, None]
-    head = tl.arange(0, HEADS)[None, :]
+    head = tl.arange(0, triton.next_power_of_2(H))[None, :]
     inside = head < H
     exists = inside & (index < num_rows)
     rate = tl.exp(tl.load(A_log + head, inside, other=0.0).to(tl.float32))
@@ -82,12 +82,11 @@ def _prepare_channels(
     out,  # of the part's first row at the first of them, written
     strides,  # by row, by channel
     D: tl.constexpr,
-    BLOCK: tl.constexpr,
     C: tl.constexpr,
     K: tl.constexpr,
 ):
     """A head of x, or a group of B or C."""
-    column = tl.arange(0, BLOCK)[None, :]
+    column = tl.arange(0, block_of(D))[None, :]
     inside = column < D
     x = convolved_part(raw, first + column, inside, conv_weight, conv_bias, C, K)
     row_stride, stride = strides
@@ -116,9 +115,6 @@ def _prepare_kernel(
     G: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    BP: tl.constexpr,
-    BN: tl.constexpr,
-    HEADS: tl.constexpr,
 ):
     C: tl.constexpr = H * P + 2 * G * N
     unit = tl.program_id(1)
@@ -127,15 +123,15 @@ def _prepare_kernel(
     if unit == H + 2 * G:
         if (first == 0) & (num_rows > 0):
             gates += chunk * _GATES * H * CHUNK
-            _prepare_gates(dt, dt_stride, raw, A_log, dt_bias, (least, largest), gates, H, HEADS)
+            _prepare_gates(dt, dt_stride, raw, A_log, dt_bias, (least, largest), gates, H)
     elif first + num_rows > 0:
         if unit < H:
             out, strides = values + (chunk * H + unit) * P * CHUNK + first, (1, CHUNK)
-            _prepare_channels(unit * P, raw, conv_weight, conv_bias, out, strides, P, BP, C, K)
+            _prepare_channels(unit * P, raw, conv_weight, conv_bias, out, strides, P, C, K)
         else:
             out = shared + ((chunk * CHUNK + first) * 2 * G + unit - H) * N
             strides, channel = (2 * G * N, 1), H * P + (unit - H) * N
-            _prepare_channels(channel, raw, conv_weight, conv_bias, out, strides, N, BN, C, K)
+            _prepare_channels(channel, raw, conv_weight, conv_bias, out, strides, N, C, K)
 
 
 @triton.jit
@@ -150,8 +146,6 @@ def _mix_kernel(
     P: tl.constexpr,
     G: tl.constexpr,
     N: tl.constexpr,
-    BP: tl.constexpr,
-    BN: tl.constexpr,
 ):
     """What rows of a chunk have of each other and of themselves, for the heads of a group."""
     EACH: tl.constexpr = H // G
@@ -160,7 +154,8 @@ def _mix_kernel(
     row, num_rows = tl.load(field + CHUNK_ROW), tl.load(field + CHUNK_ROWS)
     if num_rows == 0:
         return
-    index, element, column = tl.arange(0, CHUNK), tl.arange(0, BP), tl.arange(0, BN)[None, :]
+    index, column = tl.arange(0, CHUNK), tl.arange(0, block_of(N))[None, :]
+    element = tl.arange(0, block_of(P))
     b_at = shared + ((chunk * CHUNK + index[:, None]) * 2 * G + group) * N + column
     b = tl.load(b_at, column < N, other=0.0)
     c = tl.load(b_at + G * N, column < N, other=0.0)
@@ -207,10 +202,8 @@ def _scan_kernel(
     G: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    BN: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    TAPS_BLOCK: tl.constexpr,
 ):
     """Sums are transposed, [rows of a state, rows of a chunk].
 
@@ -220,7 +213,7 @@ def _scan_kernel(
     head, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     chunk, facts = run_to_scan(runs, first_chunks, first_run)
     slot, first, num_rows, begun, bad_rows = facts
-    index, column = tl.arange(0, CHUNK), tl.arange(0, BN)[None, :]
+    index, column = tl.arange(0, CHUNK), tl.arange(0, block_of(N))[None, :]
     element = tile * ROWS + tl.arange(0, ROWS)
     is_element, is_column = element < P, column < N
     inside = is_element[:, None] & is_column
@@ -250,7 +243,7 @@ def _scan_kernel(
     tl.store(state_at, state, inside & (num_rows > 0))
     if (K > 1) & (num_rows > 0):
         rows = mixed + first * mixed_stride, mixed_stride, num_rows, begun
-        keep_history(rows, slot, history, H * P + 2 * G * N, K - 1, TAPS_BLOCK)
+        keep_history(rows, slot, history, H * P + 2 * G * N, K - 1)
     fill_broken(out, H * P, bad_rows, is_element[None, :])
 
 
@@ -272,8 +265,6 @@ def advance_chunks(
     """
     rule, count = params.rule, fast.num_chunks
     heads, groups, sizes = rule.num_heads, rule.num_groups, rule.constants
-    # Products have at least 16 rows and columns.
-    block_p, block_n = (max(16, triton.next_power_of_2(n)) for n in (rule.head_dim, rule.state_dim))
     values = raw.mixed.new_empty(count, heads, rule.head_dim, FAST_ROWS)
     shared = raw.mixed.new_empty(count, FAST_ROWS, 2, groups, rule.state_dim)
     gates = memory.states.new_empty(count, _GATES.value, heads, FAST_ROWS)
@@ -292,9 +283,6 @@ def advance_chunks(
         *raw.strides,
         *params.time_step_limit,
         **sizes,
-        BP=block_p,
-        BN=block_n,
-        HEADS=triton.next_power_of_2(heads),
         num_warps=8,
     )
     _mix_kernel[(count, groups)](
@@ -305,11 +293,9 @@ def advance_chunks(
         fast.chunks,
         out,
         **{name: sizes[name] for name in ("H", "P", "G", "N")},
-        BP=block_p,
-        BN=block_n,
         num_warps=4,
     )
-    rows = min(_ROWS, block_p)
+    rows, block_n = min(_ROWS, block_of(rule.head_dim)), block_of(rule.state_dim)
     held = FAST_ROWS * (2 * block_n + rows) * raw.mixed.itemsize
     _scan_kernel[(heads * triton.cdiv(rule.head_dim, rows), fast.num_runs)](
         values,
@@ -324,11 +310,9 @@ def advance_chunks(
         raw.strides[0],
         fast.first_run,
         **sizes,
-        BN=block_n,
         ROWS=rows,
         # As many as shared memory holds.
         STAGES=max(1, min(3, (shared_memory(out) - _BESIDE) // held)),
-        TAPS_BLOCK=triton.next_power_of_2(max(rule.conv_kernel - 1, 1)),
         # A warp group holds 128 columns of a state.
         num_warps=max(4, block_n // 32),
     )

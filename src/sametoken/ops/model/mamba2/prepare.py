@@ -45,11 +45,10 @@ def _prepare_steps(
     H: tl.constexpr,
     C: tl.constexpr,
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Decay and time step of every head."""
-    head = tl.arange(0, BLOCK)
+    head = tl.arange(0, triton.next_power_of_2(H))
     inside = head < H
     rate = tl.exp(tl.load(A_log + head, inside, other=0.0).to(tl.float32))
     shift = tl.load(dt_bias + head, inside, other=0.0).to(tl.float32)
@@ -92,7 +91,6 @@ def _prepare_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     CHANNELS: tl.constexpr,
-    HEADS: tl.constexpr,
     BLOCK_RUNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -118,7 +116,7 @@ def _prepare_kernel(
         gate = (dt, dt_stride, pending_gates + slot * max_pending * H)
         _prepare_steps(
             gate, first_row - num_folded, num_folded, span, prepared, A_log, dt_bias,
-            (least, largest), H, C, WIDTH, HEADS, PDL,
+            (least, largest), H, C, WIDTH, PDL,
         )  # fmt: skip
 
 
@@ -158,7 +156,6 @@ def prepare(runs: Runs, params: Mamba2Params, raw: RawRows, memory: LayerMemory)
             *params.time_step_limit,
             **rule.constants,
             CHANNELS=channels,
-            HEADS=triton.next_power_of_2(rule.num_heads),
             BLOCK_RUNS=parts.block_runs,
             num_warps=1,
             **pdl_options(prepared),

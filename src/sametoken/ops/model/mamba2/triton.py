@@ -288,9 +288,7 @@ def _advance_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     LANES: tl.constexpr,
-    HEADS: tl.constexpr,
     KEPT_BLOCK: tl.constexpr,
-    TAPS_BLOCK: tl.constexpr,
     AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -305,7 +303,7 @@ def _advance_kernel(
         keep_raw(
             program - PROGRAMS, tl.num_programs(0) - PROGRAMS, mixed, dt, None, field,
             history, pending_mixed, pending_gates, mixed_stride, dt_stride, dt_stride, max_pending,
-            C, H, K, KEPT_BLOCK, HEADS, TAPS_BLOCK, PDL,
+            C, H, K, KEPT_BLOCK, PDL,
         )  # fmt: skip
     elif run < num_walked:
         _scan_tile(
@@ -373,9 +371,7 @@ def advance(
         ROWS=tile.rows,
         COLUMNS=columns,
         LANES=lanes,
-        HEADS=triton.next_power_of_2(rule.num_heads),
         KEPT_BLOCK=block,
-        TAPS_BLOCK=triton.next_power_of_2(max(rule.conv_kernel - 1, 1)),
         AHEAD=tile.ahead,
         num_warps=tile.num_warps,
         **pdl_options(out, early=not long),

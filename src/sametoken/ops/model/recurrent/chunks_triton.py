@@ -33,6 +33,12 @@ PARTS = tl.constexpr(FAST_ROWS // 32)
 _CHANNELS = tl.constexpr(128)
 
 
+@triton.constexpr_function
+def block_of(size):
+    """Elements of a block that holds ``size``: products have at least 16 rows and columns."""
+    return max(16, triton.next_power_of_2(size))
+
+
 @triton.jit
 def part_to_prepare(chunks, mixed, stride, history, C: tl.constexpr, K: tl.constexpr):
     """This program's chunk, its first row in that, and where its raw rows are."""
@@ -67,12 +73,12 @@ def convolved_part(raw, channel, inside, conv_weight, conv_bias, C: tl.constexpr
 
 
 @triton.jit
-def store_gates(gates, values, HEADS: tl.constexpr):
+def store_gates(gates, values, H: tl.constexpr):
     """Of a chunk, each [H, CHUNK]; they are [CHUNK, n] of n >= H heads."""
     head = tl.arange(0, values[0].shape[1])[None, :]
     at = gates + head * CHUNK + tl.arange(0, CHUNK)[:, None]
     for place in tl.static_range(len(values)):
-        tl.store(at + place * HEADS * CHUNK, values[place], head < HEADS)
+        tl.store(at + place * H * CHUNK, values[place], head < H)
 
 
 @triton.jit
@@ -89,13 +95,11 @@ def run_to_scan(runs, first_chunks, first_run):
 
 
 @triton.jit
-def keep_history(
-    rows, slot, history, C: tl.constexpr, TAPS: tl.constexpr, TAPS_BLOCK: tl.constexpr
-):
+def keep_history(rows, slot, history, C: tl.constexpr, TAPS: tl.constexpr):
     """Store a run's last raw rows; each of its programs does so for some channels."""
     mixed, stride, num_rows, begun = rows
     history += slot * TAPS * C
-    tap = tl.arange(0, TAPS_BLOCK)[:, None]
+    tap = tl.arange(0, triton.next_power_of_2(max(TAPS, 1)))[:, None]
     row = num_rows - TAPS + tap
     for first in range(tl.program_id(0) * _CHANNELS, C, tl.num_programs(0) * _CHANNELS):
         channel = first + tl.arange(0, _CHANNELS)[None, :]

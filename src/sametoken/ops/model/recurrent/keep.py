@@ -46,8 +46,6 @@ def keep_raw(
     HV: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
-    TAPS_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Store the next history and pending rows of a slot, for some blocks of channels."""
@@ -59,7 +57,7 @@ def keep_raw(
     if num_rows > 0:
         history += slot * TAPS * C
         pending_mixed += slot * max_pending * C
-        tap = tl.arange(0, TAPS_BLOCK)
+        tap = tl.arange(0, triton.next_power_of_2(max(TAPS, 1)))
         index = num_lasting + tap
         raw = _raw_row(
             index, mixed, history, pending_mixed, first_row, num_folded, mixed_stride, C, TAPS
@@ -82,7 +80,7 @@ def keep_raw(
             tl.store(history + tap[:, None] * C + column, kept, (tap < TAPS)[:, None] & inside)
         if keeper == 0:
             GATES: tl.constexpr = HV if b is None else 2 * HV
-            head = tl.arange(0, HEADS)[None, :]
+            head = tl.arange(0, triton.next_power_of_2(HV))[None, :]
             gates = pending_gates + slot * max_pending * GATES + head
             new, inside, at = first_row + first_new, head < HV, stays * GATES
             _move_rows(gates, GATES, first_stay, num_moved, inside)

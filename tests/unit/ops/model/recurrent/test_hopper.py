@@ -146,9 +146,9 @@ class Scene:
 
 
 @triton.jit
-def keys_by_place(BK: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr):
+def keys_by_place(DK: tl.constexpr, V: tl.constexpr):
     """``_keys`` of a head in the order in which the compiler has a thread add them."""
-    tl.static_assert(BK == 128 and LANES == 8 and PARTS == 1)
+    tl.static_assert(DK == 128 and V == 16)
     lane = tl.arange(0, 8)[None, :, None, None, None, None]
     place = tl.arange(0, 4)[None, None, None, None, :, None]
     run = tl.arange(0, 4)[None, None, None, None, None, :]

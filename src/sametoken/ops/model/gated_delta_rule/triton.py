@@ -24,19 +24,7 @@ from sametoken.ops.model.gated_delta_rule.prepare import prepare
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.ops.model.recurrent.keep import KEPT_CHANNELS, keep_raw, num_keepers
 from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
-from sametoken.ops.model.recurrent.runs import (
-    BROKEN,
-    EMPTY,
-    FIELDS,
-    FIRST_ROW,
-    NUM_FOLDED,
-    NUM_LASTING,
-    NUM_ROWS,
-    SLOT,
-    STOP_ROW,
-    Runs,
-    fact,
-)
+from sametoken.ops.model.recurrent.runs import FIELDS, Runs, facts, fill_dead
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 # Parts of a column of the state that are summed apart, and the most elements that a thread loads.
@@ -166,11 +154,7 @@ def _advance_tile(
     is_key, is_value = key < DK, value < DV
     inside = is_key & is_value[:, :, :, None, None, None]
 
-    # All loads together: dependent loads would cost as much as the row itself.
-    slot, first_row = fact(field, SLOT), fact(field, FIRST_ROW)
-    num_rows, stop_row = fact(field, NUM_ROWS).to(tl.int32), fact(field, STOP_ROW)
-    num_folded, num_lasting = fact(field, NUM_FOLDED).to(tl.int32), fact(field, NUM_LASTING)
-    empty, broken = fact(field, EMPTY) != 0, fact(field, BROKEN) != 0
+    slot, first_row, num_rows, stop_row, num_folded, num_lasting, empty, broken = facts(field)
     # Offsets from one base address, so that a thread keeps no address per element.
     at_once = key * DV + value[:, :, :, None, None, None]
     state_at = states + (slot * HV + head) * DK * DV + at_once
@@ -203,15 +187,7 @@ def _advance_tile(
         if t + 1 == num_lasting:
             tl.store(state_at, state, inside)
 
-    _fill_dead(out, num_rows, (stop_row - first_row).to(tl.int32), broken, is_stored, HV * DV)
-
-
-@triton.jit
-def _fill_dead(out, num_rows, stop, broken, is_stored, ROW: tl.constexpr):
-    """Fill dead rows with zeros; all rows of a broken run with NaN."""
-    fill = tl.zeros(is_stored.shape, tl.float32) + tl.where(broken, float("nan"), 0.0)
-    for row in range(num_rows, stop):
-        tl.store(out + row * ROW, fill.to(out.dtype.element_ty), is_stored)
+    fill_dead(out, num_rows, (stop_row - first_row).to(tl.int32), broken, is_stored, HV * DV)
 
 
 @triton.jit(do_not_specialize=["max_pending", "num_short", "num_walked"])

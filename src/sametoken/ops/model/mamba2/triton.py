@@ -24,20 +24,7 @@ from sametoken.ops.model.mamba2.prepare import prepare
 from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
 from sametoken.ops.model.recurrent.keep import KEPT_CHANNELS, keep_raw, num_keepers
 from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
-from sametoken.ops.model.recurrent.runs import (
-    BROKEN,
-    EMPTY,
-    EXACT_ROWS,
-    FIELDS,
-    FIRST_ROW,
-    NUM_FOLDED,
-    NUM_LASTING,
-    NUM_ROWS,
-    SLOT,
-    STOP_ROW,
-    Runs,
-    fact,
-)
+from sametoken.ops.model.recurrent.runs import EXACT_ROWS, FIELDS, Runs, facts, fill_dead
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 # From this number of rows on, an uneven number of programs per multiprocessor costs more than an
@@ -229,12 +216,7 @@ def _scan_tile(
     for part in tl.static_range(COLUMNS // STRIDE):
         is_column += (column + part * STRIDE < N,)  # type: ignore[assignment]
 
-    # All loads together: dependent loads would cost as much as the row itself.
-    slot, first_row = fact(field, SLOT), fact(field, FIRST_ROW)
-    num_rows, stop_row = fact(field, NUM_ROWS).to(tl.int32), fact(field, STOP_ROW)
-    num_folded = fact(field, NUM_FOLDED).to(tl.int32)
-    num_lasting = fact(field, NUM_LASTING).to(tl.int32)
-    empty, broken = fact(field, EMPTY) != 0, fact(field, BROKEN) != 0
+    slot, first_row, num_rows, stop_row, num_folded, num_lasting, empty, broken = facts(field)
     state_at = states + (slot * H + head) * P * N + element * N + column
     exists, state = is_element & (empty == 0) & (num_rows > 0), ()
     for part in tl.static_range(len(is_column)):
@@ -253,14 +235,11 @@ def _scan_tile(
     target = tl.max_contiguous(lane * (H * P) + element, [1, 1, 1])
     place = (state_at, is_element, is_column)
     _scan_rows(
-        state, place, at, (num_folded, num_lasting, num_folded + num_rows), factor,
-        out, target, WIDTH, H * P, AHEAD,
+        state, place, at, (num_folded, num_lasting.to(tl.int32), num_folded + num_rows),
+        factor, out, target, WIDTH, H * P, AHEAD,
     )  # fmt: skip
-
-    # Dead rows are zeros; all rows of a broken run are NaN.
-    fill = tl.zeros((1, ROWS, 1), tl.float32) + tl.where(broken, float("nan"), 0.0)
-    for row in range(num_rows, (stop_row - first_row).to(tl.int32)):
-        tl.store(out + row * H * P + element, fill.to(out.dtype.element_ty), is_element)
+    stop = (stop_row - first_row).to(tl.int32)
+    fill_dead(out + element, num_rows, stop, broken, is_element, H * P)
 
 
 @triton.jit(do_not_specialize=["max_pending", "num_short", "num_walked"])

@@ -276,3 +276,21 @@ def _plan_chunks(table: Tensor, runs: RowRuns, num_rows: int, num_slots: int) ->
 def fact(field, place: tl.constexpr):
     """A field of a run, read past L1, which may not hold another kernel's writes yet."""
     return tl.load(field + place, cache_modifier=".cg")
+
+
+@triton.jit
+def facts(field):
+    """All of a run's, loaded together: dependent loads would cost as much as the row itself."""
+    slot, first_row = fact(field, SLOT), fact(field, FIRST_ROW)
+    num_rows, stop_row = fact(field, NUM_ROWS).to(tl.int32), fact(field, STOP_ROW)
+    num_folded, num_lasting = fact(field, NUM_FOLDED).to(tl.int32), fact(field, NUM_LASTING)
+    empty, broken = fact(field, EMPTY) != 0, fact(field, BROKEN) != 0
+    return slot, first_row, num_rows, stop_row, num_folded, num_lasting, empty, broken
+
+
+@triton.jit
+def fill_dead(out, num_rows, stop, broken, inside, WIDTH: tl.constexpr):
+    """Fill dead rows with zeros; all rows of a broken run with NaN."""
+    fill = tl.zeros(inside.shape, tl.float32) + tl.where(broken, float("nan"), 0.0)
+    for row in range(num_rows, stop):
+        tl.store(out + row * WIDTH, fill.to(out.dtype.element_ty), inside)

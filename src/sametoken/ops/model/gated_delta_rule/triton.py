@@ -31,9 +31,6 @@ from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_options
 _PARTS, _TOGETHER = tl.constexpr(8), tl.constexpr(4)
 # Threads of a warp.
 _THREADS = tl.constexpr(32)
-# Rows of a long run. From here on, an uneven number of programs per multiprocessor costs more than
-# an early start (PDL) saves.
-_LONG = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,17 +273,15 @@ def advance_prepared(
     tile: RuleTile | None,
 ) -> Tensor:
     """``advance`` after ``prepare``, with its output; other arguments as in ``advance``."""
-    num_rows, num_channels = raw.mixed.shape
-    long = runs.rows.max_rows >= _LONG
-    on_hopper = tile is None and long and hopper.serves(runs, rule, prepared, num_rows)
+    num_rows = raw.mixed.shape[0]
+    on_hopper = tile is None and hopper.serves(runs, rule, prepared, num_rows)
     tile = (tile or _TILE).fitted(rule.value_dim)
     assert raw.mixed.dtype == memory.history.dtype
     out = raw.mixed.new_empty(num_rows, rule.out_features)
     batch = runs.table.shape[0]
     tiles = triton.cdiv(rule.value_dim, tile.value_columns * tile.num_warps)
-    programs, block = rule.num_value_heads * tiles, KEPT_CHANNELS * tile.num_warps
-    blocks = triton.cdiv(num_channels, block)
-    keepers = num_keepers(programs, batch, tile.num_warps, blocks, long)
+    programs, long = rule.num_value_heads * tiles, runs.are_long
+    keepers = num_keepers(programs, batch, tile.num_warps, rule.conv_channels, long=long)
     _advance_kernel[(programs + keepers, batch)](
         prepared,
         raw.mixed,
@@ -304,7 +299,7 @@ def advance_prepared(
         **rule.constants,
         WARPS=tile.num_warps,
         V=tile.value_columns,
-        KEPT_BLOCK=block,
+        KEPT_BLOCK=KEPT_CHANNELS * tile.num_warps,
         STAGES=tile.stages,
         num_warps=tile.num_warps,
         **pdl_options(out, early=not long),

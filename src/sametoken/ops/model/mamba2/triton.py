@@ -27,9 +27,6 @@ from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
 from sametoken.ops.model.recurrent.runs import EXACT_ROWS, FIELDS, Runs, facts, fill_dead
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
-# From this number of rows on, an uneven number of programs per multiprocessor costs more than an
-# early start (PDL) saves.
-_LONG = 128
 # Threads that share a row of the state, and columns that each loads at once.
 _LANES, _TOGETHER = 8, tl.constexpr(4)
 # Threads of a warp.
@@ -321,16 +318,13 @@ def advance(
         advance_chunks(runs.fast, params, raw, memory, out)
     prepared = prepare(runs, params, raw, memory)
     batch = runs.table.shape[0]
-    long = runs.rows.max_rows >= _LONG
-    on_hopper = tile is None and long and hopper.serves(runs, rule, prepared)
+    on_hopper = tile is None and hopper.serves(runs, rule, prepared)
     columns = triton.next_power_of_2(rule.state_dim)
     lanes = min(_LANES, columns // min(_TOGETHER.value, columns))
     tile = tile or choose(rule, num_rows, runs.rows, memory.max_runs)
     tile = tile.fitted(rule.head_dim, lanes)
-    programs = rule.num_heads * triton.cdiv(rule.head_dim, tile.rows)
-    block = KEPT_CHANNELS * tile.num_warps
-    blocks = triton.cdiv(rule.conv_channels, block)
-    keepers = num_keepers(programs, batch, tile.num_warps, blocks, long)
+    programs, long = rule.num_heads * triton.cdiv(rule.head_dim, tile.rows), runs.are_long
+    keepers = num_keepers(programs, batch, tile.num_warps, rule.conv_channels, long=long)
     _advance_kernel[(programs + keepers, batch)](
         prepared,
         raw.mixed,
@@ -350,7 +344,7 @@ def advance(
         ROWS=tile.rows,
         COLUMNS=columns,
         LANES=lanes,
-        KEPT_BLOCK=block,
+        KEPT_BLOCK=KEPT_CHANNELS * tile.num_warps,
         AHEAD=tile.ahead,
         num_warps=tile.num_warps,
         **pdl_options(out, early=not long),

@@ -10,7 +10,7 @@ from sametoken.ops.model.recurrent.runs import Runs
 
 def serves(runs: Runs, prepared: Tensor) -> bool:
     """Whether a pass has long runs, and prepared rows that can be copied by 16 bytes."""
-    has_long = runs.rows.num_short < runs.rows.count
+    has_long = runs.are_long and runs.rows.num_short < runs.rows.count
     return has_long and prepared.shape[1] % 4 == 0 and is_hopper(prepared.device)
 
 

@@ -130,11 +130,12 @@ def _copy_rows(source, source_stride, target, target_stride, num_rows, inside):
         tl.store(target + row * target_stride, values, (row < num_rows) & inside)
 
 
-def num_keepers(programs: int, batch: int, num_warps: int, blocks: int, long: bool) -> int:
+def num_keepers(programs: int, batch: int, num_warps: int, channels: int, *, long: bool) -> int:
     """Number of programs of a run that copy raw rows: one per block, or fewer to fit one wave.
 
     For long runs, few enough that no multiprocessor gets an extra program, if any fit.
     """
+    blocks: int = triton.cdiv(channels, KEPT_CHANNELS * num_warps)
     places = MULTIPROCESSORS * _WARPS // num_warps
     if long:
         places = triton.cdiv(programs * batch, MULTIPROCESSORS) * MULTIPROCESSORS

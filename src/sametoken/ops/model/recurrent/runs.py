@@ -82,6 +82,11 @@ class Runs:
     rows: RowRuns
     fast: FastRuns | None = None
 
+    @property
+    def are_long(self) -> bool:
+        """Whether an uneven number of programs per multiprocessor costs more than PDL saves."""
+        return self.rows.max_rows >= 128
+
 
 @triton.jit(
     do_not_specialize=[

@@ -362,13 +362,13 @@ def test_runs_without_rows_change_no_bit(lengths):
 @pytest.mark.parametrize(("batch", "keepers"), [(1, 8), (7, 8), (8, 2), (9, 8), (64, 8)])
 def test_programs_that_keep_raw_rows_fit_beside_states_that_fit(batch, keepers):
     """Heads of Qwen3.5-9B: 64 programs of two warps a run; the chip holds 528."""
-    assert num_keepers(64, batch, 2, 8, long=False) == keepers
+    assert num_keepers(64, batch, 2, 8192, long=False) == keepers
     assert (64 * batch > 528) or (64 + keepers) * batch <= 528
 
 
 @pytest.mark.parametrize(("batch", "keepers"), [(1, 8), (2, 2), (4, 2), (8, 2), (33, 8)])
 def test_beside_long_runs_no_multiprocessor_has_a_program_more(batch, keepers):
-    assert num_keepers(64, batch, 2, 8, long=True) == keepers
+    assert num_keepers(64, batch, 2, 8192, long=True) == keepers
     rounds = -(-64 * batch // 132)
     assert (64 * batch % 132 == 0) or (64 + keepers) * batch <= 132 * rounds
 

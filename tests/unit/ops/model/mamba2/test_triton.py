@@ -1,161 +1,45 @@
-"""Mamba-2's kernels: the reference's rows, and the same bits in every window and batch."""
+"""Mamba-2's kernels: tiles, and launches (tests of both rules: recurrent/test_triton.py)."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 from helpers.compiled import compile_launches, orders_of_sums
-from helpers.recurrent import Slots, begin_as_on_a_gpu, params_of
-from helpers.rows import runs_of
+from helpers.recurrent import params_of
+from helpers.recurrent_rows import DEVICE, Row, empty, run
 from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model import activation, activation_triton, norm_rope, norm_triton
 from sametoken.ops.model.mamba2 import hopper, triton
 from sametoken.ops.model.mamba2.rule import Mamba2
 from sametoken.ops.model.recurrent import hopper as hopper_runs
-from sametoken.ops.model.recurrent.rule import STATE_STRIDE
 from sametoken.ops.model.recurrent.runs import Runs
-from sametoken.ops.model.recurrent.triton import TritonPass
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SLOTS = 3
 
 
-def spec_of(heads=2, dim=3, groups=1, size=5, taps=4, dtype=torch.float32) -> Recurrent:
-    return Recurrent(Mamba2(heads, dim, groups, size, taps), dtype)
-
-
-SPECS = [
-    spec_of(),
-    spec_of(4, 8, 2, 4, taps=2),
-    spec_of(3, 5, 3, 16, taps=3, dtype=torch.bfloat16),
-    spec_of(1, 4, 1, 4, taps=1),
-]
-
-
-@dataclass(frozen=True)
-class Part:
-    """Rows of one slot from ``first`` on; inputs follow from a row's place and the seed."""
-
-    slot: int
-    first: int
-    num_committed: int
-    num_drafts: int = 0
-    seed: int = 0
-
-    @property
-    def rows(self) -> list[tuple[int, int, bool, int]]:
-        """Slot, position, whether it is committed, and the seed of its inputs."""
-        places = range(self.first, self.first + self.num_committed + self.num_drafts)
-        base = 1000 * self.slot + 10**6 * self.seed
-        return [(self.slot, p, p < self.first + self.num_committed, base + p) for p in places]
-
-
-DEAD = (SLOTS, 0, False, -1)
-
-
-def run(cache: Slots, parts: list[Part], window: int | None = None) -> list[torch.Tensor]:
-    """One pass; runs are padded to ``window`` with dead rows, or ragged, one dead row behind."""
-    spec, own = cache.declared, [part.rows for part in parts]
-    if window is None:
-        cut = [*own[:-1], [*own[-1], DEAD]]
-        runs = runs_of([len(rows) for rows in cut], 1, DEVICE)
-    else:
-        cut = [[*rows, *[DEAD] * (window - len(rows))] for rows in [*own, []]]
-        runs = RowRuns.even(len(cut), window)
-    facts = [fact for rows in cut for fact in rows]
-    slots, positions, committed = (
-        torch.tensor([fact[i] for fact in facts], device=DEVICE) for i in range(3)
-    )
-    width = spec.rule.conv_channels + sum(spec.rule.gate_sizes) + 3
-    raw = torch.full((len(facts), width), float("nan"))
-    for place, (_, _, _, seed) in enumerate(facts):
-        if seed >= 0:
-            raw[place] = torch.randn(width, generator=torch.Generator().manual_seed(seed))
-    sizes = (spec.rule.conv_channels, 3, *spec.rule.gate_sizes)
-    mixed, _, dt = raw.to(DEVICE, spec.dtype).split(sizes, dim=-1)
-    running = cache.begin(AttentionRows(positions, slots, slots, slots[None], runs, committed))
-    out = cache.run(running, 0, params_of(spec, limit=(0.05, 2.0), device=DEVICE), mixed, dt)
-    running.finish()
-    found, at = [], 0
-    for rows, padded in zip(own, cut, strict=False):
-        found.append(out[at : at + len(rows)])
-        at += len(padded)
-    return found
-
-
-def empty(spec: Recurrent, num_drafts: int, begin_pass=TritonPass.begin, state_stride=1) -> Slots:
-    return Slots(spec, num_drafts, begin_pass=begin_pass, device=DEVICE, state_stride=state_stride)
-
-
-def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    exact = found.dtype == torch.float32
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if exact else {"rtol": 2e-2, "atol": 1e-2}
-    torch.testing.assert_close(found, wanted, **tolerance)
+def rows(slot: int, first: int, num_committed: int, num_drafts: int = 0) -> list[Row]:
+    places = range(first, first + num_committed + num_drafts)
+    return [Row(slot, p, 100 * slot + p, p < first + num_committed) for p in places]
 
 
 # Two slots: prompts with drafts behind, windows that fold some or none of them, a step without.
 STEPS = (
-    [Part(2, 0, 3, 2), Part(0, 0, 1, 3)],
-    [Part(0, 2, 1, 3, seed=1), Part(2, 5, 1)],
-    [Part(0, 3, 2, 1, seed=2)],
-    [Part(2, 6, 1, 3, seed=3), Part(0, 6, 1)],
+    [rows(2, 0, 3, 2), rows(0, 0, 1, 3)],
+    [rows(0, 2, 1, 3), rows(2, 5, 1)],
+    [rows(0, 3, 2, 1)],
+    [rows(2, 6, 1, 3), rows(0, 6, 1)],
 )
-
-
-@pytest.mark.parametrize(("spec", "stride"), zip(SPECS, (STATE_STRIDE, 1) * 2, strict=True))
-def test_every_row_is_that_of_plain_rows_and_of_the_reference(spec, stride):
-    cache = empty(spec, 3, state_stride=stride)
-    oracle, plain = empty(spec, 3, begin_as_on_a_gpu, stride), empty(spec, 0)
-    kept: dict[int, list] = {0: [], 2: []}
-    for number, step in enumerate(STEPS):
-        found = run(cache, step, 8 if number % 2 else None)
-        for part, out, wanted in zip(step, found, run(oracle, step), strict=True):
-            close(out, wanted)
-            # A later step says how many of the rows before it were accepted.
-            alone = [Part(part.slot, row[1], 1, seed=part.seed) for row in part.rows]
-            kept[part.slot][part.first :] = zip(alone, out, strict=True)
-        assert torch.equal(cache.position, oracle.position)
-        assert torch.equal(cache.num_pending, oracle.num_pending)
-        for slot in {part.slot for part in step}:
-            if cache.position[slot]:
-                close(cache.states[:, slot], oracle.states[:, slot])
-            pending = slice(0, int(oracle.num_pending[slot]))
-            assert torch.equal(cache.history[:, slot], oracle.history[:, slot])
-            for name in ("pending_mixed", "pending_gates"):
-                held, wanted = (getattr(each, name)[:, slot, pending] for each in (cache, oracle))
-                assert torch.equal(held, wanted)
-    assert cache.states[:, [1, SLOTS]].isnan().all()
-    for alone, out in (*kept[0], *kept[2]):
-        assert torch.equal(run(plain, [alone])[0][0], out)
-
-
-def test_chunks_windows_and_ragged_runs_leave_the_same_bits():
-    spec = spec_of(2, 8, 2, 8)
-    whole = empty(spec, 2)
-    (expected, beside) = run(whole, [Part(1, 0, 8), Part(0, 0, 3)])
-    for lengths, num_drafts in (((1, 4, 2, 1), 2), ((1,) * 8, 0)):
-        cache, first, out = empty(spec, num_drafts), 0, []
-        for length in lengths:
-            out += run(cache, [Part(1, first, length)], 9)
-            first += length
-        assert torch.equal(torch.cat(out), expected)
-        assert torch.equal(cache.states[:, 1], whole.states[:, 1])
-        assert torch.equal(cache.history[:, 1], whole.history[:, 1])
-    assert torch.equal(run(empty(spec, 0), [Part(0, 0, 3)])[0], beside)
 
 
 def test_groups_of_rows_leave_the_same_bits(monkeypatch):
     """Whatever rows a group has: folded, lasting, drafts, or none."""
-    spec = spec_of(1, 8, 1, 32)
-    wanted, caches = empty(spec, 3), {ahead: empty(spec, 3) for ahead in (1, 2, 3, 8)}
+    spec = Recurrent(Mamba2(1, 8, 1, 32, 4), torch.float32)
+    wanted, *others = (empty(spec, 3, state_stride=1) for _ in range(5))
     for step in STEPS:
         out = run(wanted, step)
-        for ahead, cache in caches.items():
+        for ahead, cache in zip((1, 2, 3, 8), others, strict=True):
             tile = triton.ScanTile(8, 1, ahead)
             with monkeypatch.context() as patch:
                 patch.setattr(triton, "advance", functools.partial(triton.advance, tile=tile))
@@ -164,20 +48,8 @@ def test_groups_of_rows_leave_the_same_bits(monkeypatch):
             assert torch.equal(found.nan_to_num(), expected.nan_to_num()), ahead
 
 
-def test_rows_that_do_not_follow_give_nan_and_change_nothing():
-    spec = SPECS[0]
-    cache = empty(spec, 4)
-    run(cache, [Part(0, 0, 3, 4)])
-    before = [held.clone() for held in cache.cache.slots]
-    out, beside = run(cache, [Part(0, 8, 1), Part(2, 0, 1)])
-    assert out.isnan().all()
-    assert torch.equal(beside, run(empty(spec, 0), [Part(2, 0, 1)])[0])
-    for held, was in zip(cache.cache.slots, before, strict=True):
-        assert torch.equal(held[:, 0].nan_to_num(7.0), was[:, 0].nan_to_num(7.0))
-
-
 def test_a_step_that_is_nan_stays_nan():
-    spec = SPECS[0]
+    spec = Recurrent(Mamba2(2, 3, 1, 5, 4), torch.float32)
     params = params_of(spec, limit=(0.05, 2.0), device=DEVICE)
     params.dt_bias.fill_(float("nan"))
     cache = empty(spec, 0)

@@ -78,7 +78,7 @@ tests attention 420 tests/gpu/test_attention_gpu.py &
 tests gemm 420 tests/gpu/test_gemm_gpu.py &
 tests small 420 tests/gpu/test_small_kernels_gpu.py tests/gpu/test_graphs_gpu.py &
 wait
-tests hybrid 420 tests/gpu/test_hybrid_gpu.py &
+tests hybrid 420 tests/gpu/test_hybrid_gpu.py tests/gpu/test_recurrent_gpu.py &
 tests bits 300 tests/gpu/test_bits_gpu.py &
 tests numerics 300 tests/gpu/test_numerics_gpu.py tests/gpu/test_multi_turn_gpu.py &
 tests engines 300 tests/gpu/test_more_engines_gpu.py &

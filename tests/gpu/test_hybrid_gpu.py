@@ -1,8 +1,4 @@
-"""Hybrids on a GPU at the real head shape: kernels' bits, and the law end to end.
-
-32 value heads over 16 key heads, 128 x 128 each. The reference of every kernel is the row by
-row form in PyTorch.
-"""
+"""Hybrids of Gated DeltaNet on a GPU: experts' bits, and the law end to end."""
 
 from __future__ import annotations
 
@@ -21,24 +17,18 @@ from gpu_files import (
 from recorded_gpu import Recording, answer
 
 from helpers.experts import require_experts
-from helpers.fast_passes import require_chunks, require_law
+from helpers.fast_passes import require_law
 from helpers.hybrids import FULL, LINEAR, hybrid_config
-from helpers.recurrent_driver import NUM_TOKENS, RecurrentDriver
 from sametoken.config import EngineConfig
 from sametoken.drafters import draft_model
 from sametoken.drafters.base import Drafts
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.engine.build import build_engine
 from sametoken.ops.backend import Routing
-from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model.gated_delta_rule import triton as gated_delta_rule
-from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
-from sametoken.ops.model.recurrent.rule import STATE_STRIDE
 from sametoken.runner.swap import SwapStore
 
-HEADS = {"num_key_heads": 16, "num_value_heads": 32, "key_dim": 128, "value_dim": 128}
-RULE, DTYPE = GatedDelta(**HEADS, conv_kernel=4), torch.bfloat16
 SIZES = HYBRID_SIZES
 SPARSE = {
     "num_hidden_layers": 4,
@@ -54,78 +44,6 @@ CUDA = torch.device("cuda")
 
 
 # Kernels
-
-
-def layer_params(layer: int) -> GatedDeltaParams:
-    generator = torch.Generator("cuda").manual_seed(layer)
-
-    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=CUDA).to(dtype)
-
-    heads = RULE.num_value_heads
-    weight = random(RULE.conv_kernel, RULE.conv_channels, dtype=DTYPE)
-    # A slow decay: what was folded once is seen for long.
-    return GatedDeltaParams(RULE, random(heads) - 3, random(heads), weight, None)
-
-
-WIDTHS = (RULE.conv_channels, RULE.out_features, *RULE.gate_sizes)
-
-
-@functools.cache
-def projections() -> torch.Tensor:
-    """[q | k | v | z | b | a] of every token."""
-    generator = torch.Generator("cuda").manual_seed(5)
-    return torch.randn(NUM_TOKENS, sum(WIDTHS), generator=generator, device=CUDA).bfloat16()
-
-
-def raw_rows(tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    qkv, _, b, a = projections()[tokens].split(WIDTHS, dim=-1)
-    return qkv, a, b
-
-
-@functools.cache
-def driver() -> RecurrentDriver:
-    return RecurrentDriver(
-        Recurrent(RULE, DTYPE), tuple(map(layer_params, range(2))), raw_rows, CUDA
-    )
-
-
-@pytest.fixture(scope="module")
-def sequence():
-    return driver().sequence()
-
-
-def test_rows_are_those_of_the_reference(sequence):
-    driver().require_near_the_reference(sequence, atol=1e-2, states_atol=1e-4)
-
-
-@pytest.mark.parametrize("chunk", [3, 64, 128])
-@pytest.mark.parametrize("padded", [False, True])
-def test_chunks_have_the_bits_of_single_rows(sequence, chunk, padded):
-    driver().require_chunks(sequence, chunk, padded=padded)
-
-
-@pytest.mark.parametrize("batch", [1, 8, 64])
-@pytest.mark.parametrize("k", [1, 3, 16])
-def test_windows_have_the_bits_of_single_rows(sequence, batch, k):
-    driver().require_windows(sequence, batch, k)
-
-
-def test_ragged_runs_have_the_bits_of_single_rows(sequence):
-    driver().require_ragged_runs(sequence)
-
-
-def test_long_runs_have_the_bits_of_single_rows():
-    driver().require_long_runs(driver().sequence(300))
-
-
-def test_a_captured_pass_has_the_bits_of_an_eager_one(sequence):
-    driver().require_captured(sequence)
-
-
-@pytest.mark.parametrize("stride", [1, STATE_STRIDE])
-def test_prompts_by_chunks_are_near_the_reference_and_have_their_bits_in_every_pass(stride):
-    require_chunks(Recurrent(RULE, DTYPE), stride)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

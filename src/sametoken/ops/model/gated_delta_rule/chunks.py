@@ -27,7 +27,6 @@ from sametoken.ops.model.gated_delta_rule.reference import NORM_EPS
 from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
 from sametoken.ops.model.recurrent.chunks_triton import (
     CHUNK,
-    PART,
     PARTS,
     block_of,
     convolved_part,
@@ -36,6 +35,7 @@ from sametoken.ops.model.recurrent.chunks_triton import (
     part_to_prepare,
     run_to_scan,
     store_gates,
+    store_part,
 )
 from sametoken.ops.model.recurrent.convolution_triton import sigmoid, softplus
 from sametoken.ops.model.recurrent.rule import FAST_ROWS, LayerMemory, RawRows
@@ -65,26 +65,10 @@ def _prepare_gates(raw, num_rows, A_log, dt_bias, gates, HV: tl.constexpr):
 
 
 @triton.jit
-def _prepare_head(
-    first,  # channel
-    scale,  # of rows of length 1; 0: rows keep their length
-    raw,
-    conv_weight,
-    conv_bias,
-    out,  # at the head's first element of the first row, written
-    strides,  # by row, by element
-    D: tl.constexpr,
-    C: tl.constexpr,
-    K: tl.constexpr,
-):
-    """One head of q, k or v."""
-    column = tl.arange(0, block_of(D))[None, :]
-    inside = column < D
-    x = convolved_part(raw, first + column, inside, conv_weight, conv_bias, C, K)
-    length = tl.rsqrt(tl.sum(tl.where(inside, x * x, 0.0), 1) + _EPS)
-    x *= tl.where(scale > 0, scale * length, 1.0)[:, None]
-    row_stride, stride = strides
-    tl.store(out + tl.arange(0, PART)[:, None] * row_stride + column * stride, x, inside)
+def _of_length(scale, x, D: tl.constexpr):
+    """Rows of D elements, scaled to this length."""
+    inside = tl.arange(0, block_of(D))[None, :] < D
+    return x * (scale * tl.rsqrt(tl.sum(tl.where(inside, x * x, 0.0), 1) + _EPS))[:, None]
 
 
 @triton.jit
@@ -121,16 +105,16 @@ def _prepare_kernel(
             _prepare_gates(of_gates, num_rows, A_log, dt_bias, gates, HV)
     elif first + num_rows > 0:
         if unit < 2 * HK:
-            scale = tl.where(unit < HK, DK**-0.5, 1.0)
+            length = tl.where(unit < HK, DK**-0.5, 1.0)
             out = keys + ((chunk * CHUNK + first) * 2 * HK + unit) * DK
-            strides = 2 * HK * DK, 1
-            _prepare_head(unit * DK, scale, raw, conv_weight, conv_bias, out, strides, DK, C, K)
+            key = convolved_part(raw, unit * DK, conv_weight, conv_bias, DK, C, K)
+            store_part(out, _of_length(length, key, DK), (2 * HK * DK, 1), DK)
         else:
             head = unit - 2 * HK
             channel = 2 * HK * DK + head * DV
             out = values + (chunk * HV + head) * DV * CHUNK + first
-            strides = 1, CHUNK
-            _prepare_head(channel, 0.0, raw, conv_weight, conv_bias, out, strides, DV, C, K)
+            value = convolved_part(raw, channel, conv_weight, conv_bias, DV, C, K)
+            store_part(out, value, (1, CHUNK), DV)
 
 
 @triton.jit
@@ -281,8 +265,7 @@ def _scan_kernel(
 
     tl.store(state_at, state, inside & (num_rows > 0))
     if (K > 1) & (num_rows > 0):
-        rows = qkv + first * qkv_stride, qkv_stride, num_rows, begun
-        keep_history(rows, slot, history, 2 * HK * DK + HV * DV, K - 1)
+        keep_history(qkv, qkv_stride, history, facts, 2 * HK * DK + HV * DV, K - 1)
     fill_broken(out, HV * DV, bad_rows, is_column[None, :])
 
 

@@ -26,7 +26,6 @@ from sametoken.ops.model.mamba2.prepare import time_step
 from sametoken.ops.model.mamba2.rule import Mamba2Params
 from sametoken.ops.model.recurrent.chunks_triton import (
     CHUNK,
-    PART,
     PARTS,
     block_of,
     convolved_part,
@@ -35,6 +34,7 @@ from sametoken.ops.model.recurrent.chunks_triton import (
     part_to_prepare,
     run_to_scan,
     store_gates,
+    store_part,
 )
 from sametoken.ops.model.recurrent.rule import FAST_ROWS, LayerMemory, RawRows
 from sametoken.ops.model.recurrent.runs import CHUNK_FIELDS, CHUNK_ROW, CHUNK_ROWS, FastRuns
@@ -73,26 +73,6 @@ def _prepare_gates(
     store_gates(gates, (tl.cumsum(own, 0), step, step * tl.exp(after)), H)
 
 
-@triton.jit
-def _prepare_channels(
-    first,  # channel
-    raw,
-    conv_weight,
-    conv_bias,
-    out,  # of the part's first row at the first of them, written
-    strides,  # by row, by channel
-    D: tl.constexpr,
-    C: tl.constexpr,
-    K: tl.constexpr,
-):
-    """A head of x, or a group of B or C."""
-    column = tl.arange(0, block_of(D))[None, :]
-    inside = column < D
-    x = convolved_part(raw, first + column, inside, conv_weight, conv_bias, C, K)
-    row_stride, stride = strides
-    tl.store(out + tl.arange(0, PART)[:, None] * row_stride + column * stride, x, inside)
-
-
 @triton.jit(do_not_specialize=["least", "largest"])
 def _prepare_kernel(
     mixed,  # [T, C], rows mixed_stride apart
@@ -126,12 +106,13 @@ def _prepare_kernel(
             _prepare_gates(dt, dt_stride, raw, A_log, dt_bias, (least, largest), gates, H)
     elif first + num_rows > 0:
         if unit < H:
-            out, strides = values + (chunk * H + unit) * P * CHUNK + first, (1, CHUNK)
-            _prepare_channels(unit * P, raw, conv_weight, conv_bias, out, strides, P, C, K)
+            out = values + (chunk * H + unit) * P * CHUNK + first
+            x = convolved_part(raw, unit * P, conv_weight, conv_bias, P, C, K)
+            store_part(out, x, (1, CHUNK), P)
         else:
             out = shared + ((chunk * CHUNK + first) * 2 * G + unit - H) * N
-            strides, channel = (2 * G * N, 1), H * P + (unit - H) * N
-            _prepare_channels(channel, raw, conv_weight, conv_bias, out, strides, N, C, K)
+            b_or_c = convolved_part(raw, H * P + (unit - H) * N, conv_weight, conv_bias, N, C, K)
+            store_part(out, b_or_c, (2 * G * N, 1), N)
 
 
 @triton.jit
@@ -242,8 +223,7 @@ def _scan_kernel(
 
     tl.store(state_at, state, inside & (num_rows > 0))
     if (K > 1) & (num_rows > 0):
-        rows = mixed + first * mixed_stride, mixed_stride, num_rows, begun
-        keep_history(rows, slot, history, H * P + 2 * G * N, K - 1)
+        keep_history(mixed, mixed_stride, history, facts, H * P + 2 * G * N, K - 1)
     fill_broken(out, H * P, bad_rows, is_element[None, :])
 
 

@@ -51,10 +51,16 @@ def part_to_prepare(chunks, mixed, stride, history, C: tl.constexpr, K: tl.const
 
 
 @triton.jit
-def convolved_part(raw, channel, inside, conv_weight, conv_bias, C: tl.constexpr, K: tl.constexpr):
-    """SiLU of the convolution of a part's rows, zeros for missing ones: [PART, channels] fp32."""
+def convolved_part(
+    raw, first, conv_weight, conv_bias, D: tl.constexpr, C: tl.constexpr, K: tl.constexpr
+):
+    """SiLU of the convolution of D channels from ``first`` on: [PART, block_of(D)] fp32.
+
+    Rows that a part lacks are zeros.
+    """
     mixed, stride, row, num_rows, history, before = raw
-    index = tl.arange(0, PART)[:, None]
+    column = tl.arange(0, block_of(D))[None, :]
+    inside, channel, index = column < D, first + column, tl.arange(0, PART)[:, None]
     total = tl.zeros((PART, channel.shape[1]), tl.float32)
     if conv_bias is not None:
         total += tl.load(conv_bias + channel, inside, other=0.0).to(tl.float32)
@@ -70,6 +76,14 @@ def convolved_part(raw, channel, inside, conv_weight, conv_bias, C: tl.constexpr
         weight = tl.load(conv_weight + tap * C + channel, inside, other=0.0).to(tl.float32)
         total += weight * x
     return tl.where(index < num_rows, total * sigmoid(total), 0.0)
+
+
+@triton.jit
+def store_part(out, x, strides, D: tl.constexpr):
+    """D columns of [PART, block_of(D)] at distances by row and by column."""
+    row_stride, stride = strides
+    column = tl.arange(0, block_of(D))[None, :]
+    tl.store(out + tl.arange(0, PART)[:, None] * row_stride + column * stride, x, column < D)
 
 
 @triton.jit
@@ -95,9 +109,10 @@ def run_to_scan(runs, first_chunks, first_run):
 
 
 @triton.jit
-def keep_history(rows, slot, history, C: tl.constexpr, TAPS: tl.constexpr):
+def keep_history(mixed, stride, history, facts, C: tl.constexpr, TAPS: tl.constexpr):
     """Store a run's last raw rows; each of its programs does so for some channels."""
-    mixed, stride, num_rows, begun = rows
+    slot, first_row, num_rows, begun, _ = facts
+    mixed += first_row * stride
     history += slot * TAPS * C
     tap = tl.arange(0, triton.next_power_of_2(max(TAPS, 1)))[:, None]
     row = num_rows - TAPS + tap

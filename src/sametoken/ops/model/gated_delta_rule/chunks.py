@@ -230,7 +230,7 @@ def _scan_kernel(
 
     So each product's left operand is the one before it, and stays in registers.
     """
-    TILES: tl.constexpr = (DV + COLUMNS - 1) // COLUMNS
+    TILES: tl.constexpr = triton.cdiv(DV, COLUMNS)
     head, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     chunk, facts = run_to_scan(runs, first_chunks, first_run)
     slot, first, num_rows, begun, bad_rows = facts

@@ -33,11 +33,6 @@ _VALUES = 256
 
 
 @triton.jit
-def _decay(a, rate, dt_bias):
-    return tl.exp(-rate * softplus(a + dt_bias))
-
-
-@triton.jit
 def _prepare_keys(
     head,
     raw,
@@ -108,7 +103,7 @@ def _prepare_gates(
         raw_a = tl.load(tl.where(is_new, a + row * a_stride, held) + head, inside, other=0.0)
         raw_b = tl.load(tl.where(is_new, b + row * b_stride, held + HV) + head, inside, other=0.0)
         gate = prepared + t * WIDTH + C + head
-        tl.store(gate, _decay(raw_a.to(tl.float32), rate, shift), inside)
+        tl.store(gate, tl.exp(-rate * softplus(raw_a.to(tl.float32) + shift)), inside)
         tl.store(gate + HV, sigmoid(raw_b.to(tl.float32)), inside)
 
 
@@ -146,7 +141,7 @@ def _prepare_kernel(
     gdc_launch_dependents(PDL)
     C: tl.constexpr = 2 * HK * DK + HV * DV
     WIDTH: tl.constexpr = C + 2 * HV + HK
-    VALUE_UNITS: tl.constexpr = (HV * DV + VALUES - 1) // VALUES
+    VALUE_UNITS: tl.constexpr = triton.cdiv(HV * DV, VALUES)
     unit = tl.program_id(0)
     run, part = own_part(runs, first_run, num_runs, each, BLOCK_RUNS)
     field = runs + run * FIELDS

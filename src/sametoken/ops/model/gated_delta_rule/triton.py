@@ -113,16 +113,6 @@ def _along(state, factors):
 
 
 @triton.jit
-def _delta(state, k, v, decay, beta):
-    return beta * tl.fma(-decay, _along(state, k), v)
-
-
-@triton.jit
-def _updated(state, k, decay, delta):
-    return tl.fma(k, delta[:, :, :, None, None, None], decay * state)
-
-
-@triton.jit
 def _advance_tile(
     tile,
     run,
@@ -141,7 +131,7 @@ def _advance_tile(
     PDL: tl.constexpr,
 ):
     """Sequential scan of a run's rows over some columns of one head's state."""
-    TILES: tl.constexpr = (DV + WARPS * V - 1) // (WARPS * V)
+    TILES: tl.constexpr = triton.cdiv(DV, WARPS * V)
     WIDTH: tl.constexpr = 2 * HK * DK + HV * DV + 2 * HV + HK
     head = tile // TILES
     key_head = head // (HV // HK)
@@ -177,10 +167,10 @@ def _advance_tile(
         v = tl.load(v_at + at, is_value, other=0.0)
         decay, beta = tl.load(decay_at + at), tl.load(decay_at + at + HV)
         q_k = tl.load(q_k_at + at)
-        delta = _delta(state, k, v, decay, beta)
+        delta = beta * tl.fma(-decay, _along(state, k), v)
         read = tl.fma(delta, q_k, decay * _along(state, q)).to(out.dtype.element_ty)
         tl.store(out + (t - num_folded) * HV * DV, read, is_stored & is_new)
-        state = _updated(state, k, decay, delta)
+        state = tl.fma(k, delta[:, :, :, None, None, None], decay * state)
         if t + 1 == num_lasting:
             tl.store(state_at, state, inside)
 
@@ -218,7 +208,7 @@ def _advance_kernel(
 ):
     gdc_launch_dependents(PDL)
     C: tl.constexpr = 2 * HK * DK + HV * DV
-    PROGRAMS: tl.constexpr = HV * ((DV + WARPS * V - 1) // (WARPS * V))
+    PROGRAMS: tl.constexpr = HV * triton.cdiv(DV, WARPS * V)
     program = tl.program_id(0)
     # Long runs, which come last, start first.
     run = ((tl.program_id(1) + num_short) % tl.num_programs(1)).to(tl.int64)

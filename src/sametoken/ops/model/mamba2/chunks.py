@@ -190,7 +190,7 @@ def _scan_kernel(
 
     So each product's left operand, a state or x, is in registers.
     """
-    TILES: tl.constexpr = (P + ROWS - 1) // ROWS
+    TILES: tl.constexpr = triton.cdiv(P, ROWS)
     head, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     chunk, facts = run_to_scan(runs, first_chunks, first_run)
     slot, first, num_rows, begun, bad_rows = facts

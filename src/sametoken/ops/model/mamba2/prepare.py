@@ -98,7 +98,7 @@ def _prepare_kernel(
     gdc_launch_dependents(PDL)
     C: tl.constexpr = H * P + 2 * G * N
     WIDTH: tl.constexpr = C + 2 * H
-    CHANNEL_UNITS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
+    CHANNEL_UNITS: tl.constexpr = triton.cdiv(C, CHANNELS)
     unit = tl.program_id(0)
     run, part = own_part(runs, first_run, num_runs, each, BLOCK_RUNS)
     raw, span, facts = rows_to_prepare(

@@ -198,7 +198,7 @@ def _scan_tile(
     PDL: tl.constexpr,
 ):
     """Sequential scan of a run's rows over some rows of one head's state."""
-    TILES: tl.constexpr = (P + ROWS - 1) // ROWS
+    TILES: tl.constexpr = triton.cdiv(P, ROWS)
     C: tl.constexpr = H * P + 2 * G * N
     WIDTH: tl.constexpr = C + 2 * H
     TOGETHER: tl.constexpr = min(_TOGETHER, COLUMNS)
@@ -270,7 +270,7 @@ def _advance_kernel(
 ):
     gdc_launch_dependents(PDL)
     C: tl.constexpr = H * P + 2 * G * N
-    PROGRAMS: tl.constexpr = H * ((P + ROWS - 1) // ROWS)
+    PROGRAMS: tl.constexpr = H * triton.cdiv(P, ROWS)
     program = tl.program_id(0)
     # Long runs, which come last, start first.
     run = ((tl.program_id(1) + num_short) % tl.num_programs(1)).to(tl.int64)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from helpers.decaying_sum import DecayingSum, DecayingSumWeights
 from helpers.recurrent import Slots, params_of
+from helpers.recurrent_rows import Row
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows, FastPrompts, Kernels
 from sametoken.ops.cache_types import Recurrent, bytes_per_slot, state_bytes
@@ -51,14 +52,6 @@ def inputs_of(rule, layer: int, token: int) -> torch.Tensor:
         return torch.full((width,), float("nan"))
     generator = torch.Generator().manual_seed(1000 * layer + token)
     return torch.randn(width, generator=generator)
-
-
-@dataclass(frozen=True)
-class Row:
-    slot: int
-    position: int
-    token: int
-    committed: bool
 
 
 def attention_rows(rows: list[Row]) -> AttentionRows:

@@ -97,13 +97,16 @@ class NativePass:
         memory: LayerMemory,
     ) -> Tensor:
         """The walked rows by a rule's function in C, which is given sizes and limits last."""
-        out, conv, gates = _output(params, raw, memory), _Convolution.of(params), _floats(*gates)
+        out, bias = _output(params, raw, memory), params.conv_bias
+        # Copies must outlive the call.
+        conv_weight, *gate_weights = (_float(weight) for weight in (params.conv_weight, *gates))
+        conv_bias = None if bias is None else _float(bias)
         done = function(
             self.table.data_ptr(),
             len(self.row_by_row.walked),
-            ctypes.byref(_described(raw, memory, conv)),
+            ctypes.byref(_described(raw, memory, conv_weight, conv_bias)),
             memory.states.data_ptr(),
-            *(weight.data_ptr() for weight in gates),
+            *(weight.data_ptr() for weight in gate_weights),
             out.data_ptr(),
             *given,
             out.dtype is torch.bfloat16,
@@ -113,26 +116,14 @@ class NativePass:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class _Convolution:
-    """A layer's convolution in fp32, alive during the call."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    @classmethod
-    def of(cls, params: GatedDeltaParams | Mamba2Params) -> _Convolution:
-        (weight,) = _floats(params.conv_weight)
-        bias = None if params.conv_bias is None else _floats(params.conv_bias)[0]
-        return cls(weight, bias)
+def _float(weight: Tensor) -> Tensor:
+    return weight.float().contiguous()
 
 
-def _floats(*weights: Tensor) -> tuple[Tensor, ...]:
-    return tuple(weight.float().contiguous() for weight in weights)
-
-
-def _described(raw: RawRows, memory: LayerMemory, conv: _Convolution) -> _RawRows:
-    """The struct of addresses and sizes; its tensors must outlive the call."""
+def _described(
+    raw: RawRows, memory: LayerMemory, conv_weight: Tensor, conv_bias: Tensor | None
+) -> _RawRows:
+    """The struct of addresses and sizes."""
     mixed_stride, *gate_strides = raw.strides
     return _RawRows(
         memory.history.data_ptr(),
@@ -142,8 +133,8 @@ def _described(raw: RawRows, memory: LayerMemory, conv: _Convolution) -> _RawRow
         (ctypes.c_void_p * _MAX_GATES)(*(gate.data_ptr() for gate in raw.gates)),
         mixed_stride,
         (ctypes.c_int64 * _MAX_GATES)(*gate_strides),
-        conv.weight.data_ptr(),
-        None if conv.bias is None else conv.bias.data_ptr(),
+        conv_weight.data_ptr(),
+        None if conv_bias is None else conv_bias.data_ptr(),
         memory.history.shape[2],
         raw.gates[0].shape[1],
         len(raw.gates),

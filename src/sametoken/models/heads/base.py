@@ -17,7 +17,7 @@ from sametoken.layers.parallel import SINGLE_RANK, TensorParallel, gather_column
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS
 from sametoken.models.heads.reader import ANOTHER_HEAD, HeadReader, SharedWeights
-from sametoken.models.heads.stored_names import head_source, with_prefix
+from sametoken.models.heads.stored_names import head_source
 from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
@@ -206,17 +206,17 @@ class HeadCheckpoint(ABC, Generic[Head]):
         other._given = source
         return other
 
-    def _open(self, prefix: str = "") -> TensorSource:
-        """The tensors with a prefix, of all that the checkpoint holds."""
-        return self._stored(prefix) if self._given is None else with_prefix(self._given, prefix)
+    def _open(self) -> TensorSource:
+        """All that the checkpoint holds."""
+        return self._stored() if self._given is None else self._given
 
-    def _stored(self, prefix: str) -> TensorSource:
-        """The tensors with a prefix on disk."""
-        return open_weights(self._directory, prefix)
+    def _stored(self) -> TensorSource:
+        """The same on disk."""
+        return open_weights(self._directory)
 
     def _open_tensors(self) -> TensorSource:
         """The head's tensors by the names that ``_build`` reads."""
-        return self._open(self.prefix) if self.prefix else head_source(self._open())
+        return head_source(self._open())
 
     def load(
         self,

@@ -130,8 +130,11 @@ class ModuleCheckpoint(HeadCheckpoint[Head]):
             self._checkpoint, str(directory), load_format, of_module=True
         )
 
-    def _stored(self, prefix: str) -> TensorSource:
-        return with_prefix(self._checkpoint.open_tensors(), prefix)
+    def _stored(self) -> TensorSource:
+        return self._checkpoint.open_tensors()
+
+    def _open_tensors(self) -> TensorSource:
+        return with_prefix(self._open(), self.prefix)
 
     def load(self, shared: SharedWeights, *, kernels: Kernels, **options: Any) -> Head:
         """As ``HeadCheckpoint.load``; formats without products there are refused at first."""

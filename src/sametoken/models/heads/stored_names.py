@@ -28,17 +28,14 @@ class NamedSource:
     Args:
         source: all tensors.
         names: the name in ``source`` of each tensor that is there.
+
+    Attributes:
+        stored: all tensors, under their own names.
     """
 
     def __init__(self, source: TensorSource, names: Mapping[str, str]) -> None:
         self.location = source.location
-        self._source = source
-        self._names = names
-
-    @property
-    def stored(self) -> TensorSource:
-        """All tensors, under their own names."""
-        return self._source
+        self.stored, self._names = source, names
 
     def stored_module(self, module: str) -> str:
         """The name in ``stored`` of a module, itself if it has no tensor."""
@@ -53,19 +50,19 @@ class NamedSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor that exists."""
-        return self._source.shape(self._names[name])
+        return self.stored.shape(self._names[name])
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         """The tensor in order, by rows."""
-        return self._source.chunks(self._names[name])
+        return self.stored.chunks(self._names[name])
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor that exists."""
-        return self._source.stored_dtype(self._names[name])
+        return self.stored.stored_dtype(self._names[name])
 
     def stored_chunks(self, name: str) -> Iterator[Tensor]:
         """As ``chunks``, of any dtype."""
-        return self._source.stored_chunks(self._names[name])
+        return self.stored.stored_chunks(self._names[name])
 
 
 @dataclass(frozen=True, slots=True)

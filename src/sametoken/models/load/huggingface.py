@@ -270,21 +270,16 @@ def _stored_dtype(directory: Path, embedding: str) -> str | None:
         return None
 
 
-def open_weights(directory: Path, prefix: str = "") -> SafetensorsSource | PickledSource:
+def open_weights(directory: Path) -> SafetensorsSource | PickledSource:
     """The tensors of a directory, from single or sharded files.
-
-    Args:
-        directory: the checkpoint's.
-        prefix: only tensors with this prefix are listed.
 
     Raises:
         CheckpointError: no weights, a shard missing, or a file truncated.
         UnsupportedError: pickled files with other things than tensors.
     """
     files = weight_files(directory)
-    if files[0].name.endswith(PICKLED):
-        return PickledSource(str(directory), files, prefix)
-    return SafetensorsSource(str(directory), files, prefix)
+    kind = PickledSource if files[0].name.endswith(PICKLED) else SafetensorsSource
+    return kind(str(directory), files)
 
 
 #: Elements that are read before a file is mapped anew.
@@ -306,20 +301,18 @@ class SafetensorsSource:
     Args:
         location: the checkpoint, for messages.
         files: the files.
-        prefix: only tensors with this prefix are listed.
 
     Raises:
         CheckpointError: a file is truncated, or two hold one tensor.
     """
 
-    def __init__(self, location: str, files: Sequence[Path], prefix: str = "") -> None:
+    def __init__(self, location: str, files: Sequence[Path]) -> None:
         self.location = location
         self._stored: dict[str, _Stored] = {}
         self._kept = _KeptFile()
         for path in files:
             with _named(path), _opened(path) as file:
-                names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-                slices = {name: file.get_slice(name) for name in names}
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
                 stored = {
                     name: _Stored(path, one.get_dtype(), tuple(one.get_shape()))
                     for name, one in slices.items()

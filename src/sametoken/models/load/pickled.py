@@ -74,21 +74,19 @@ class PickledSource(TensorsByName):
     Args:
         location: the checkpoint, for messages.
         files: the files with the weights.
-        prefix: only tensors with this prefix are listed.
 
     Raises:
         CheckpointError: a file is broken, or two hold one tensor.
         UnsupportedError: a file holds something other than tensors by name.
     """
 
-    def __init__(self, location: str, files: Sequence[Path], prefix: str = "") -> None:
+    def __init__(self, location: str, files: Sequence[Path]) -> None:
         found: dict[str, Tensor] = {}
         for path in files:
             for name, tensor in load_tensors(path).items():
                 if name in found:
                     raise CheckpointError(f"tensor {name} is in {path.name} and in another", AGAIN)
-                if name.startswith(prefix):
-                    found[name] = tensor
+                found[name] = tensor
         super().__init__(location, found)
 
     def chunks(self, name: str) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ HEAD = re.compile(r"(?:.*\.)?lm_head$")
 
 @dataclass(frozen=True, slots=True)
 class Targeted:
-    """Targets, and the format of the linears that they name.
+    """Targets, of which by default there are none, and the format of the linears that they name.
 
     Attributes:
         names: whole names of modules.
@@ -23,10 +23,10 @@ class Targeted:
         everything: whether all linears are meant.
     """
 
-    names: frozenset[str]
-    expressions: tuple[re.Pattern[str], ...]
-    everything: bool
-    format: LinearFormat | None
+    names: frozenset[str] = frozenset()
+    expressions: tuple[re.Pattern[str], ...] = ()
+    everything: bool = False
+    format: LinearFormat | None = None
 
     def rank(self, module: str) -> int:
         """How closely a module is named: 0 by name, 1 by expression, 2 by class, 3 not."""
@@ -47,7 +47,7 @@ class ByTarget(Quantization):
     """
 
     groups: tuple[Targeted, ...]
-    ignored: Targeted
+    ignored: Targeted = Targeted()
 
     @property
     def expressions(self) -> tuple[re.Pattern[str], ...]:
@@ -73,8 +73,8 @@ class ByTarget(Quantization):
 
 def all_stored(linear: LinearFormat, besides: tuple[re.Pattern[str], ...]) -> ByTarget:
     """One format for every linear that is stored in it, ``besides`` some."""
-    ignored = Targeted(frozenset(), besides, False, None)
-    return ByTarget((Targeted(frozenset(), (), True, linear),), ignored)
+    whole = Targeted(everything=True, format=linear)
+    return ByTarget((whole,), ignored=Targeted(expressions=besides))
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,12 +119,11 @@ def read_auto_round(settings: Settings) -> ByTarget:
             names[linear].add(key)
         else:
             found = compiled(settings, f".*(?:{key})")
-            expressions.append(Targeted(frozenset(), (found,), False, linear))
-    named = [Targeted(frozenset(modules), (), False, one) for one, modules in names.items()]
-    head = Targeted(frozenset(), (HEAD,), False, None)
-    others = Targeted(frozenset(), (), True, _of_auto_round(settings))
-    nothing = Targeted(frozenset(), (), False, None)
-    whole = ByTarget((*named, head, *expressions, others), nothing)
+            expressions.append(Targeted(expressions=(found,), format=linear))
+    named = [Targeted(frozenset(modules), format=one) for one, modules in names.items()]
+    head = Targeted(expressions=(HEAD,))
+    others = Targeted(everything=True, format=_of_auto_round(settings))
+    whole = ByTarget((*named, head, *expressions, others))
     require_quick(settings, whole.expressions)
     return whole
 

@@ -19,7 +19,6 @@ from sametoken.models.load.nvfp4_linear import GROUP, MODELOPT, Nvfp4Linear
 from sametoken.models.load.settings import ANOTHER, KV_SCHEME, Settings, require_known
 
 _SCALES = ("weight_scale",)
-_NOTHING = Targeted(frozenset(), (), False, None)
 
 
 def read_modelopt(settings: Settings) -> ByTarget:
@@ -41,7 +40,7 @@ def read_modelopt(settings: Settings) -> ByTarget:
             f"{settings.location}: quant_algo={algorithm} without config_groups is not supported",
             ANOTHER,
         )
-    return ByTarget(tuple(map(_targeted, groups.values())), _NOTHING)
+    return ByTarget(tuple(map(_targeted, groups.values())))
 
 
 def _targeted(group: Settings) -> Targeted:
@@ -49,7 +48,7 @@ def _targeted(group: Settings) -> Targeted:
     targets = group.names("targets")
     # Classes are Linear, or a family's own of experts.
     modules = frozenset(one for one in targets if "." in one)
-    return Targeted(modules, (), len(modules) < len(targets), _linear(group))
+    return Targeted(modules, everything=len(modules) < len(targets), format=_linear(group))
 
 
 def _linear(group: Settings) -> LinearFormat:

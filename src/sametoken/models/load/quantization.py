@@ -60,10 +60,9 @@ def read_quantization(config: Mapping[str, Any], location: str) -> Quantization:
         return UNQUANTIZED
     method = settings.get("quant_method")
     if not isinstance(method, str) or method not in _METHODS:
-        raise UnsupportedError(
-            f"{settings.location}: quant_method={short(method)} is not supported",
-            f"supported: {', '.join(_METHODS)}; or use the checkpoint's unquantized weights",
-        )
+        known = ", ".join(_METHODS)
+        remedy = f"supported: {known}; or use the checkpoint's unquantized weights"
+        raise unsupported(settings, "quant_method", remedy)
     return _METHODS[method](settings)
 
 
@@ -154,7 +153,7 @@ def _read_mxfp4(settings: Settings) -> Quantization:
     patterns += [rf".*{re.escape(name)}$" for name in names]
     expressions = tuple(map(re.compile, patterns))
     require_quick(settings, expressions)
-    return StackedExperts(Mxfp4Stack(), Targeted(frozenset(), expressions, False, None))
+    return StackedExperts(Mxfp4Stack(), Targeted(expressions=expressions))
 
 
 def _read_compressed_tensors(settings: Settings) -> Quantization:

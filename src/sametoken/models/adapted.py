@@ -45,6 +45,14 @@ class _AdaptedLinear:
     in_features: int
     update: Update
 
+    def factors(self, adapter: Adapter, shares: RankShares) -> list[Factors | None]:
+        """This rank's share of what an adapter adds to each part; errors as ``RankShares.of``."""
+        found = []
+        for module, part in zip(self.modules, self.parts, strict=True):
+            own = adapter.modules.get(module)
+            found.append(own and shares.of(own, module, part, self.in_features, adapter.location))
+        return found
+
 
 class AdaptedModel:
     """A decoder beside whose linears and experts adapters have places, numbered from 1 on.
@@ -108,11 +116,15 @@ class AdaptedModel:
                 f"{self.room.rank}",
                 "start with a larger max_lora_rank",
             )
-        writes = [
-            one.update.prepare([self._factors(adapter, one, i) for i in range(len(one.parts))])
-            for one in self._linears
+        shares = RankShares(self._parallel, self.room.dtype, self.room.device)
+        # All experts of a layer come to the device together.
+        on_host = replace(shares, device=torch.device("cpu"))
+        writes = [one.update.prepare(one.factors(adapter, shares)) for one in self._linears]
+        transposed = is_transposed(adapter, self._experts)
+        writes += [
+            one.experts.prepare(one.factors(adapter, on_host, transposed=transposed))
+            for one in self._experts
         ]
-        writes += self._of_experts(adapter)
 
         def write(place: int) -> None:
             for each in writes:
@@ -142,26 +154,6 @@ class AdaptedModel:
                 "train an adapter of the attention's, the MLP's and the experts' projections "
                 "alone, or merge it into the checkpoint",
             )
-
-    def _of_experts(self, adapter: Adapter) -> list[Callable[[int], None]]:
-        if not self._experts:
-            return []
-        transposed = is_transposed(adapter, self._experts)
-        # All experts of a layer come to the device together.
-        shares = RankShares(self._parallel, self.room.dtype, torch.device("cpu"))
-        return [
-            one.experts.prepare(one.factors(adapter, shares, transposed=transposed))
-            for one in self._experts
-        ]
-
-    def _factors(self, adapter: Adapter, linear: _AdaptedLinear, index: int) -> Factors | None:
-        """This rank's share of what an adapter adds to a part; None: nothing."""
-        module, part, in_features = linear.modules[index], linear.parts[index], linear.in_features
-        own = adapter.modules.get(module)
-        if own is None:
-            return None
-        shares = RankShares(self._parallel, self.room.dtype, self.room.device)
-        return shares.of(own, module, part, in_features, adapter.location)
 
     def _adapted(self, node: Any) -> Any:
         """A part of the model with adapters beside what it multiplies; itself where it has none."""

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.layers.share import ExpertModules
+from sametoken.layers.share import ExpertModules, Part
 from sametoken.models.adapter_factors import Adapter, RankShares, StackedFactors
+from sametoken.ops.model.low_rank import Factors
 from sametoken.ops.model.low_rank_experts import AdaptedExperts, ExpertFactors
 
 _BELONG = "check that adapter and model belong together"
@@ -80,30 +81,23 @@ class ExpertPlaces:
             CheckpointError: its factors have other shapes than the model's experts.
         """
         first, second = (self._stack(adapter, name, transposed=transposed) for name in self._stacks)
-        hidden, inner = self.modules.output.rows, self.modules.inputs[0].rows
-        found = []
-        for index in range(self.modules.count):
-            name = f"{self.name}.{index}"
-            whole = [
-                first.of(index, rows) if first else adapter.modules.get(f"{name}.{part.name}")
-                for part, rows in zip(self.modules.inputs, self._rows, strict=True)
-            ]
-            output = self.modules.output
-            last = second.of(index) if second else adapter.modules.get(f"{name}.{output.name}")
-            parts = (*zip(whole, self.modules.inputs, strict=True), (last, output))
-            *inputs, down = (
-                own
-                and shares.of(
-                    own,
-                    f"{name}.{part.name}",
-                    part,
-                    inner if part is output else hidden,
-                    adapter.location,
-                )
-                for own, part in parts
+        inputs = tuple(zip(self.modules.inputs, self._rows, strict=True))
+        output, inner = self.modules.output, self.modules.inputs[0].rows
+
+        def own(
+            index: int, part: Part, stack: StackedFactors | None, rows: slice = slice(None)
+        ) -> Factors | None:
+            module = f"{self.name}.{index}.{part.name}"
+            whole = stack.of(index, rows) if stack else adapter.modules.get(module)
+            in_features = inner if part is output else output.rows
+            return whole and shares.of(whole, module, part, in_features, adapter.location)
+
+        return [
+            ExpertFactors(
+                [own(index, part, first, rows) for part, rows in inputs], own(index, output, second)
             )
-            found.append(ExpertFactors(inputs, down))
-        return found
+            for index in range(self.modules.count)
+        ]
 
     def _stack(self, adapter: Adapter, name: str, *, transposed: bool) -> StackedFactors | None:
         own = adapter.stacks.get(f"{self.name}.{name}")

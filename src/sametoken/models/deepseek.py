@@ -36,6 +36,7 @@ from sametoken.models.load.settings import (
     MAX_HEAD_DIM,
     MAX_NUMBER,
     Settings,
+    require_values,
 )
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.models.nextn_target import NextNTarget
@@ -133,18 +134,6 @@ def _is_sparse(config: ModelConfig, index: int) -> bool:
     if not isinstance(first, int) or isinstance(first, bool):
         raise CheckpointError(f"first_k_dense_replace={short(first)} is no integer", COMPARE)
     return index >= first and index % step == 0
-
-
-def _require_scoring(settings: Settings, scoring: str) -> None:
-    """Refuse a router with another scoring function.
-
-    Raises:
-        UnsupportedError: ``scoring_func`` names one.
-    """
-    if (given := settings.get("scoring_func", scoring)) != scoring:
-        raise UnsupportedError(
-            f"{settings.location}: scoring_func={short(given)} is not supported", ANOTHER
-        )
 
 
 def load_rotary(config: ModelConfig, max_positions: int, device: torch.device) -> RotaryTable:
@@ -330,7 +319,7 @@ class DeepseekV3ForCausalLM(DeepseekDecoder):
     @staticmethod
     def routing(settings: Settings) -> Routing:
         """As ``DeepseekDecoder.routing``."""
-        _require_scoring(settings, "sigmoid")
+        require_values(settings, {"scoring_func": ("sigmoid",)})
         return grouped_routing(settings)
 
 
@@ -386,5 +375,5 @@ class DeepseekV2ForCausalLM(DeepseekDecoder):
         if method == "greedy":
             ungrouped = {"n_group": 1, "topk_group": 1}
             settings = replace(settings, values={**settings.values, **ungrouped})
-        _require_scoring(settings, "softmax")
+        require_values(settings, {"scoring_func": ("softmax",)})
         return grouped_routing(settings, "softmax", 1, normalise=False)

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.errors import CheckpointError
 from sametoken.layers.feed_forward import LayerExperts, PreciseRouter
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.residual import Block, BlockNorm, Layer, Matrices, kept_of
@@ -35,7 +35,7 @@ from sametoken.models.blocks import load_attention
 from sametoken.models.decoder import Decoder
 from sametoken.models.experts import grouped_routing, summed_over_ranks
 from sametoken.models.layer_types import FULL, LINEAR
-from sametoken.models.load.settings import ANOTHER, COMPARE, MAX_EXPERTS, Settings
+from sametoken.models.load.settings import COMPARE, MAX_EXPERTS, Settings, require_values
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.models.mamba2 import OF_FALCON, caches_by_type, load_mamba2
 from sametoken.ops.backend import KeptRows, RotaryTable
@@ -58,6 +58,12 @@ _RENAMED = {
     "mamba_conv_bias": "use_conv_bias",
     "mamba_dt_limit": "time_step_limit",
     "layer_norm_epsilon": "rms_norm_eps",
+}
+#: Values that are implemented; others change the arithmetic.
+_ONLY: Mapping[str, tuple[object, ...]] = {
+    "mlp_hidden_act": ("relu2",),
+    "mamba_hidden_act": ("silu",),
+    "n_shared_experts": (1,),
 }
 
 
@@ -106,24 +112,6 @@ def _of_layer(settings: Settings, index: int) -> Settings:
     """The config with a layer's own sizes."""
     blocks = block_settings(settings)
     return blocks[index] if blocks else settings
-
-
-def _require_supported(settings: Settings) -> None:
-    """Refuse settings of the family that change the arithmetic and are not implemented.
-
-    Raises:
-        UnsupportedError: the config has one; named by its key.
-    """
-    for key, supported in (
-        ("mlp_hidden_act", "relu2"),
-        ("mamba_hidden_act", "silu"),
-        ("n_shared_experts", 1),
-    ):
-        found = settings.get(key, supported)
-        if found != supported:
-            raise UnsupportedError(
-                f"{settings.location}: {key}={short(found)} is not supported", ANOTHER
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +287,7 @@ class NemotronHForCausalLM(Decoder):
         cls, config: ModelConfig, dtype: torch.dtype, location: str
     ) -> tuple[LayerCache, ...]:
         """As ``Decoder.caches_of``."""
-        _require_supported(Settings(config.extra, location))
+        require_values(Settings(config.extra, location), _ONLY)
         return caches_by_type(config, dtype, location)
 
     def _rotaries(self, device: torch.device) -> tuple[RotaryTable, ...]:

@@ -36,6 +36,7 @@ class BambaForCausalLM(Decoder):
     final_norm_name: ClassVar[str] = "final_layernorm"
     rotates_parts = True
     ignored = OF_FALCON
+    divided_sizes = staticmethod(divided_by_type)
     shared_sizes = staticmethod(shared_by_type)
     implied: ClassVar[Mapping[str, Any]] = {
         **IMPLIED_SIZES,
@@ -56,11 +57,6 @@ class BambaForCausalLM(Decoder):
             )
         types = [FULL if index in found else LINEAR for index in range(count)]
         return bamba_sizes(settings) | {"layer_types": types, "partial_rotary_factor": 0.5}
-
-    @staticmethod
-    def divided_sizes(config: ModelConfig) -> dict[str, int]:
-        """As ``Decoder.divided_sizes``, and of Mamba-2 its heads."""
-        return divided_by_type(config, Decoder.divided_sizes(config))
 
     @classmethod
     def caches_of(

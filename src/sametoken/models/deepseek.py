@@ -25,7 +25,6 @@ from sametoken.layers.residual import Block
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_mlp
-from sametoken.models.decoder import Decoder
 from sametoken.models.experts import CORRECTION, divided_sizes, grouped_routing, load_grouped
 from sametoken.models.layer_types import REFUSED
 from sametoken.models.load.quantization import kv_strategy
@@ -235,7 +234,7 @@ class DeepseekDecoder(NextNTarget):
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
         """As ``Decoder.divided_sizes``, of experts and of the dense layers that there are."""
-        return divided_sizes(config, Decoder.divided_sizes(config), _is_sparse)
+        return divided_sizes(config, _is_sparse)
 
     @staticmethod
     def shared_sizes(config: ModelConfig) -> dict[str, int]:

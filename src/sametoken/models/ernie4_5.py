@@ -159,4 +159,4 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
         """As ``Decoder.divided_sizes``, of experts and of the dense layers that there are."""
-        return divided_sizes(config, Decoder.divided_sizes(config), _is_sparse)
+        return divided_sizes(config, _is_sparse)

@@ -22,10 +22,11 @@ from sametoken.layers.residual import Block
 from sametoken.layers.share import ExpertModules
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import GATED, GatedNames, load_gated_mlp, load_mlp
+from sametoken.models.decoder import Decoder
 from sametoken.models.load.settings import COMPARE, MAX_EXPERTS, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import Routing
-from sametoken.ops.weight import ExpertForm, Experts, Weight
+from sametoken.ops.weight import ExpertForm, Experts
 
 #: The bias of DeepSeek's routers.
 CORRECTION = "gate.e_score_correction_bias"
@@ -49,22 +50,21 @@ def is_sparse(config: ModelConfig, index: int) -> bool:
 
 def divided_sizes(
     config: ModelConfig,
-    sizes: dict[str, int],
     is_sparse: Callable[[ModelConfig, int], bool],
     keys: Iterable[str] = ("moe_intermediate_size",),
 ) -> dict[str, int]:
-    """``sizes`` without the dense MLP's if no layer has one, and with those of experts.
+    """``Decoder.divided_sizes`` without a dense MLP's if no layer has one, and with experts'.
 
     Args:
         config: the architecture.
-        sizes: as ``Decoder.divided_sizes`` gives them.
         is_sparse: whether the MLP of the layer of an index is a mixture of experts.
         keys: in config.json, the inner sizes of experts.
     """
     settings = Settings(config.extra, config.architecture)
     sparse = [is_sparse(config, index) for index in range(config.num_layers)]
+    sizes = Decoder.divided_sizes(config)
     if all(sparse):
-        sizes = {key: size for key, size in sizes.items() if key != "intermediate_size"}
+        del sizes["intermediate_size"]
     return sizes | ({key: settings.integer(key) for key in keys} if any(sparse) else {})
 
 
@@ -144,14 +144,18 @@ def load_routed(
     return RoutedExperts(weights.kernels, router, experts, routing)
 
 
-def _load_sparse_moe(config: ModelConfig, weights: WeightReader, prefix: str) -> SparseMoE:
-    """Load Qwen's mixture at ``prefix``: of ``softmax_routing``, beside a shared, gated expert.
+def load_dense_or_sparse(
+    config: ModelConfig, weights: WeightReader, prefix: str, index: int
+) -> Block:
+    """A layer's MLP at ``prefix``: dense, or Qwen's mixture beside a shared, gated expert.
 
-    Of a draft head it is not quantized.
+    Of a draft head the mixture is not quantized.
 
     Raises:
         CheckpointError: a size is missing or impossible.
     """
+    if not is_sparse(config, index):
+        return load_mlp(config, weights, prefix)
     weights = replace(weights, quantize_fp8=False)
     settings = Settings(config.extra, weights.source.location)
     routing = softmax_routing(settings, normalise=True)
@@ -165,15 +169,6 @@ def _load_sparse_moe(config: ModelConfig, weights: WeightReader, prefix: str) ->
     return SparseMoE(load_routed(config, weights, prefix, routing), shared)
 
 
-def load_dense_or_sparse(
-    config: ModelConfig, weights: WeightReader, prefix: str, index: int
-) -> Block:
-    """A layer's MLP at ``prefix``: dense, or Qwen's mixture with a shared expert."""
-    if not is_sparse(config, index):
-        return load_mlp(config, weights, prefix)
-    return _load_sparse_moe(config, weights, prefix)
-
-
 def load_experts(
     config: ModelConfig,
     weights: WeightReader,
@@ -184,13 +179,22 @@ def load_experts(
 ) -> LayerExperts:
     """Load the ``count`` gated experts at ``prefix``; ranks divide every expert.
 
+    They are in one fused tensor for [gate | up] and one for down, or one by one.
+
     Raises:
         CheckpointError: their size is missing or impossible.
     """
     settings = Settings(config.extra, weights.source.location)
     size, hidden = settings.integer("moe_intermediate_size"), config.hidden_size
-    matrices = _matrices(weights, prefix, count, hidden, size, names)
-    own = weights.kernels.pack_experts(*matrices, form)
+    gate_up, down = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
+    if gate_up in weights:
+        halves = Part(gate_up, 2 * size, split=Split.ROWS, output_sizes=(size, size))
+        first = weights.packed_stack(count, hidden, halves)
+        second = weights.packed_stack(count, size, Part(down, hidden, split=Split.COLUMNS))
+    else:
+        mlps = [load_gated_mlp(weights, f"{prefix}.{i}", hidden, size, names) for i in range(count)]
+        first, second = [mlp.gate_up.weight for mlp in mlps], [mlp.down.weight for mlp in mlps]
+    own = weights.kernels.pack_experts(first, second, form)
     return summed_over_ranks(weights, own, ExpertModules.of(prefix, count, hidden, size))
 
 
@@ -242,18 +246,3 @@ def _correction(weights: WeightReader, name: str, count: int) -> Tensor:
     if name in weights and weights.source.shape(name) == (1, count):
         return weights.tensor(Part(name, 1), (count,), torch.float32)[0]
     return weights.tensor(Part(name, count), dtype=torch.float32)
-
-
-def _matrices(
-    weights: WeightReader, prefix: str, count: int, hidden: int, size: int, names: GatedNames
-) -> tuple[list[Weight], list[Weight]]:
-    """[gate | up] and down of all experts, from one fused tensor for each of the two, or many."""
-    if f"{prefix}.gate_up_proj" in weights:
-        fused = Part(
-            f"{prefix}.gate_up_proj", 2 * size, split=Split.ROWS, output_sizes=(size, size)
-        )
-        gate_up = weights.packed_stack(count, hidden, fused)
-        down_part = Part(f"{prefix}.down_proj", hidden, split=Split.COLUMNS)
-        return gate_up, weights.packed_stack(count, size, down_part)
-    mlps = [load_gated_mlp(weights, f"{prefix}.{i}", hidden, size, names) for i in range(count)]
-    return [mlp.gate_up.weight for mlp in mlps], [mlp.down.weight for mlp in mlps]

@@ -19,7 +19,6 @@ from sametoken.models.blocks import (
     load_mlp,
     rotary_of,
 )
-from sametoken.models.decoder import Decoder
 from sametoken.models.experts import divided_sizes, grouped_routing, load_grouped
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import WeightReader
@@ -72,7 +71,7 @@ class Glm4MoeForCausalLM(NextNTarget):
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
         """As ``Decoder.divided_sizes``, of experts and of the dense layers that there are."""
-        return divided_sizes(config, Decoder.divided_sizes(config), _is_sparse)
+        return divided_sizes(config, _is_sparse)
 
     @classmethod
     def load_module_attention(

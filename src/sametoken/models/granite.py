@@ -35,7 +35,7 @@ from sametoken.models.mamba2 import (
     types_of_layers,
 )
 from sametoken.ops.backend import RotaryTable, Routing
-from sametoken.ops.cache_types import LayerCache, Recurrent
+from sametoken.ops.cache_types import Recurrent
 
 #: Of both generations.
 _FACTORS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
@@ -129,6 +129,7 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
     layer_types = frozenset((FULL, LINEAR))
     ignored = OF_FALCON
     shared_sizes = staticmethod(shared_by_type)
+    caches_of = staticmethod(caches_by_type)
     implied: ClassVar[Mapping[str, Any]] = {
         **IMPLIED_SIZES,
         "num_local_experts": 8,
@@ -165,19 +166,12 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
         """As ``Decoder.divided_sizes``, and of Mamba-2 its heads."""
         settings = Settings(config.extra, config.architecture)
-        sizes = divided_by_type(config, Decoder.divided_sizes(config))
+        sizes = divided_by_type(config)
         sizes["shared_intermediate_size"] = settings.integer("shared_intermediate_size")
         if settings.get("num_local_experts"):
             return sizes | {"intermediate_size": settings.integer("moe_intermediate_size")}
         del sizes["intermediate_size"]
         return sizes
-
-    @classmethod
-    def caches_of(
-        cls, config: ModelConfig, dtype: torch.dtype, location: str
-    ) -> tuple[LayerCache, ...]:
-        """As ``Decoder.caches_of``."""
-        return caches_by_type(config, dtype, location)
 
     def _rotaries(self, device: torch.device) -> tuple[RotaryTable, ...]:
         if self.config.extra.get("position_embedding_type") == "rope":

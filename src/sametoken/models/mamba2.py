@@ -15,6 +15,7 @@ from sametoken.layers.mamba2 import Mamba2Mixer
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import attention_cache
+from sametoken.models.decoder import Decoder
 from sametoken.models.layer_types import FULL, LINEAR
 from sametoken.models.load.settings import COMPARE, MAX_HEAD_DIM, MAX_LAYERS, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
@@ -52,11 +53,12 @@ def types_of_layers(settings: Settings) -> tuple[str, ...]:
     return types
 
 
-def divided_by_type(config: ModelConfig, sizes: dict[str, int]) -> dict[str, int]:
-    """``sizes`` of ``Decoder.divided_sizes`` of the types of layers that there are."""
+def divided_by_type(config: ModelConfig) -> dict[str, int]:
+    """``Decoder.divided_sizes`` of the types of layers that there are."""
     types = Settings(config.extra, config.architecture).names("layer_types")
+    sizes = Decoder.divided_sizes(config)
     if FULL not in types:
-        sizes = {key: size for key, size in sizes.items() if key != "num_attention_heads"}
+        del sizes["num_attention_heads"]
     return sizes | ({"mamba_n_heads": config.extra["mamba_num_heads"]} if LINEAR in types else {})
 
 

@@ -51,4 +51,4 @@ class Qwen2MoeForCausalLM(Decoder):
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
         """As ``Decoder.divided_sizes``, of experts and of the dense layers that there are."""
         keys = ("moe_intermediate_size", "shared_expert_intermediate_size")
-        return divided_sizes(config, Decoder.divided_sizes(config), is_sparse, keys)
+        return divided_sizes(config, is_sparse, keys)

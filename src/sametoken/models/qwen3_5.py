@@ -169,12 +169,12 @@ class HybridDecoder(Decoder, ABC):
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
         """As ``Decoder.divided_sizes``; value heads are divided with their key heads."""
-        sizes = Decoder.divided_sizes(config)
         settings = Settings(config.extra, config.architecture)
+        keys = ("moe_intermediate_size", "shared_expert_intermediate_size")
+        sizes = divided_sizes(config, is_sparse, keys)
         if LINEAR in _layer_types(config, settings.location):
             sizes["linear_num_key_heads"] = settings.integer("linear_num_key_heads")
-        keys = ("moe_intermediate_size", "shared_expert_intermediate_size")
-        return divided_sizes(config, sizes, is_sparse, keys)
+        return sizes
 
     @classmethod
     def caches_of(

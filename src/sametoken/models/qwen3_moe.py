@@ -47,4 +47,4 @@ class Qwen3MoeForCausalLM(Decoder):
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
         """As ``Decoder.divided_sizes``, of experts and of the dense layers that there are."""
-        return divided_sizes(config, Decoder.divided_sizes(config), is_sparse)
+        return divided_sizes(config, is_sparse)

@@ -248,18 +248,14 @@ class HeadCheckpoint(ABC, Generic[Head]):
             UnsupportedError: only pickled weights, or tensors that the head does not use.
             DrafterMismatchError: the shared weights do not fit the head.
         """
+        form = self.quantization
         if self._is_dummy and self._given is None:
+            optional = self.optional_tensors
             weights = dummy_reader(
-                self._directory,
-                kernels,
-                dtype,
-                device,
-                self.optional_tensors,
-                parallel,
-                self.quantization,
+                self._directory, kernels, dtype, device, optional, parallel, form
             )
         else:
-            source, form = self._open_tensors(), self.quantization
+            source = self._open_tensors()
             weights = WeightReader(source, kernels, dtype, device, parallel, quantization=form)
         weights = replace(weights, quantize_fp8=quantize_fp8)
         head = self._build(HeadReader(weights, shared, max_positions, token_ids))

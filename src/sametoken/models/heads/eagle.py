@@ -113,12 +113,9 @@ def _load_layer(
 ) -> DecoderLayer:
     prefix, layer = f"layers.{index}", config.layer
     cache = attention_cache(layer, reader.dtype, config.windows[index]).within(max_positions)
-    qkv_bias = layer.attention_bias or Settings(layer.extra, reader.source.location).switch(
-        "qkv_bias"
-    )
-    biases = Biases(
-        qkv=qkv_bias or f"{prefix}.self_attn.q_proj.bias" in reader, output=layer.attention_bias
-    )
+    says_so = Settings(layer.extra, reader.source.location).switch("qkv_bias")
+    qkv_bias = layer.attention_bias or says_so or f"{prefix}.self_attn.q_proj.bias" in reader
+    biases = Biases(qkv_bias, output=layer.attention_bias)
     return DecoderLayer(
         load_norm(layer, reader, f"{prefix}.input_layernorm") if index else NoNorm(),
         load_attention(layer, reader, f"{prefix}.self_attn", rotary, cache=cache, biases=biases),
@@ -134,7 +131,6 @@ class Eagle1Head(EagleHead):
     The first of its layers has no norm in front.
     """
 
-    config: Eagle1Config
     fc: Linear
     layers: tuple[DecoderLayer, ...]
 
@@ -190,7 +186,6 @@ class Eagle1Checkpoint(HeadCheckpoint[Eagle1Head]):
         rotary = rotary_of(layer, max_positions, weights.device)
         fc_bias = self.config.fc_bias or "fc.bias" in weights
         return Eagle1Head(
-            config=self.config,
             kernels=weights.kernels,
             caches=reader.caches(self.caches(weights.dtype)),
             parallel=weights.parallel,

@@ -258,16 +258,11 @@ class Eagle3Head(EagleHead):
 
 
 def _aux_norms(reader: WeightReader, config: Eagle3Config) -> tuple[RMSNorm, ...]:
-    part, eps = config.target_hidden_size, config.layer.rms_norm_eps
-    if not config.num_aux:
-        return ()
-    if config.norm_before_fc:
-        weight = reader.vector("input_norm.weight", config.num_aux * part)
-        return (RMSNorm(reader.kernels, weight, eps),)
-    if config.fc_norm:
-        weights = [reader.vector(f"fc_norm.{i}.weight", part) for i in range(config.num_aux)]
-        return tuple(RMSNorm(reader.kernels, weight, eps) for weight in weights)
-    return ()
+    part, layer = config.target_hidden_size, config.layer
+    if config.norm_before_fc and config.num_aux:
+        return (load_norm(layer, reader, "input_norm", config.num_aux * part),)
+    count = config.num_aux if config.fc_norm else 0
+    return tuple(load_norm(layer, reader, f"fc_norm.{i}", part) for i in range(count))
 
 
 def _fc(reader: WeightReader, config: Eagle3Config) -> Linear | None:
@@ -283,15 +278,8 @@ def _attention(reader: WeightReader, config: Eagle3Config, max_positions: int) -
     qk_norm = load_head_norms(layer, reader, prefix) if has_norms else None
     rotary = rotary_of(layer, max_positions, reader.device)
     cache = attention_cache(layer, reader.dtype, config.window).within(max_positions)
-    return load_attention(
-        layer,
-        reader,
-        prefix,
-        rotary,
-        qk_norm,
-        in_features=2 * layer.hidden_size,
-        cache=cache,
-    )
+    width = 2 * layer.hidden_size
+    return load_attention(layer, reader, prefix, rotary, qk_norm, in_features=width, cache=cache)
 
 
 class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
@@ -337,11 +325,11 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
             load_norm(layer, weights, f"{LAYER}.post_attention_layernorm"),
             load_mlp(layer, weights, f"{LAYER}.mlp"),
         )
-        own_ids, permutation = self._token_ids(), None
-        if own_ids is not None:
-            assert reader.token_ids is None
-            own_ids, permutation = ascending(own_ids)
-            own_ids = own_ids.to(weights.device)
+        token_ids, permutation = reader.token_ids, None
+        if config.has_token_map:
+            assert token_ids is None
+            own_ids, permutation = ascending(self._own_tokens())
+            token_ids = own_ids.to(weights.device)
         return Eagle3Head(
             config=config,
             kernels=weights.kernels,
@@ -356,20 +344,13 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
             norm=norm,
             whole=weights.kernels.whole_layers([layer_parts(decoder_layer, norm)]),
             lm_head=reader.lm_head(config.draft_vocab_size, layer.hidden_size, permutation),
-            token_ids=own_ids if reader.token_ids is None else reader.token_ids,
+            token_ids=token_ids,
         )
 
-    def _token_ids(self) -> Tensor | None:
-        """[draft vocabulary] target ids in the file's order; None without a token map."""
-        if not self.config.has_token_map:
-            return None
+    def _own_tokens(self) -> Tensor:
+        """[draft vocabulary] target ids of its map, in the file's order."""
+        count, vocab_size = self.config.draft_vocab_size, self.config.layer.vocab_size
         if self._is_dummy:
-            return torch.arange(self.config.draft_vocab_size)
-        config = self.config
-        return read_own_tokens(
-            open_weights(self._directory),
-            "d2t",
-            config.draft_vocab_size,
-            config.layer.vocab_size,
-            as_offsets=True,
-        )
+            return torch.arange(count)
+        source = open_weights(self._directory)
+        return read_own_tokens(source, "d2t", count, vocab_size, as_offsets=True)

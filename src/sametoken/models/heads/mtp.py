@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 
 from sametoken.errors import UnsupportedError
+from sametoken.layers.norm import RMSNorm
 from sametoken.layers.residual import DecoderLayer
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import attention_cache, load_centred_norm, rotary_of
@@ -49,7 +50,7 @@ from sametoken.models.heads.mtp_form import (
 from sametoken.models.heads.mtp_nemotron_h import NemotronHForm
 from sametoken.models.heads.reader import HeadReader
 from sametoken.models.load.settings import Settings
-from sametoken.models.load.weights import Part, WeightReader
+from sametoken.models.load.weights import Part
 from sametoken.models.nemotron_h import NemotronHForCausalLM
 from sametoken.models.qwen2 import MiMoForCausalLM
 from sametoken.models.qwen3_5 import HybridDecoder, load_gated_attention
@@ -80,13 +81,23 @@ class QwenForm(ModuleForm):
 
     def load(self, config: ModelConfig, reader: HeadReader) -> Module:
         """See ``ModuleForm.load``."""
-        weights, hidden = reader.weights, config.hidden_size
+        weights, hidden, layer = reader.weights, config.hidden_size, f"{PREFIX}.layers.0"
+
+        def norm(name: str) -> RMSNorm:
+            return load_centred_norm(config, weights, name)
+
+        rotary = rotary_of(config, reader.max_positions, weights.device)
         return Module(
-            embedding_norm=load_centred_norm(config, weights, f"{PREFIX}.pre_fc_norm_embedding"),
-            hidden_norm=load_centred_norm(config, weights, f"{PREFIX}.pre_fc_norm_hidden"),
+            embedding_norm=norm(f"{PREFIX}.pre_fc_norm_embedding"),
+            hidden_norm=norm(f"{PREFIX}.pre_fc_norm_hidden"),
             fc=weights.linear(2 * hidden, Part(self.fusion, hidden)),
-            layer=_load_layer(config, weights, reader.max_positions),
-            norm=load_centred_norm(config, weights, f"{PREFIX}.norm"),
+            layer=DecoderLayer(
+                norm(f"{layer}.input_layernorm"),
+                load_gated_attention(config, weights, f"{layer}.self_attn", rotary),
+                norm(f"{layer}.post_attention_layernorm"),
+                HybridDecoder.load_layer_mlp(config, weights, f"{layer}.mlp", 0),
+            ),
+            norm=norm(f"{PREFIX}.norm"),
         )
 
 
@@ -109,17 +120,6 @@ def _form_of(config: ModelConfig, directory: Path) -> ModuleForm:
             f"use a model with a module (docs/speculative.md), or {ANOTHER_METHOD}",
         )
     return found[0]
-
-
-def _load_layer(config: ModelConfig, reader: WeightReader, max_positions: int) -> DecoderLayer:
-    prefix = f"{PREFIX}.layers.0"
-    rotary = rotary_of(config, max_positions, reader.device)
-    return DecoderLayer(
-        load_centred_norm(config, reader, f"{prefix}.input_layernorm"),
-        load_gated_attention(config, reader, f"{prefix}.self_attn", rotary),
-        load_centred_norm(config, reader, f"{prefix}.post_attention_layernorm"),
-        HybridDecoder.load_layer_mlp(config, reader, f"{prefix}.mlp", 0),
-    )
 
 
 class MTPCheckpoint(ModuleCheckpoint[MTPHead]):

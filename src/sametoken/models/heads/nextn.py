@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import UnsupportedError
+from sametoken.layers.norm import RMSNorm
 from sametoken.layers.residual import DecoderLayer
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_norm
@@ -80,16 +81,27 @@ class NextNCheckpoint(ModuleCheckpoint[NextNHead]):
 
     def _build(self, reader: HeadReader) -> NextNHead:
         config, prefix, weights = self.config, self.prefix, reader.weights
-        hidden = config.hidden_size
+        hidden, family = config.hidden_size, self._family
+
+        def norm(name: str) -> RMSNorm:
+            return load_norm(config, weights, f"{prefix}{name}")
+
         return NextNHead(
             kernels=weights.kernels,
             embedding=self._load_embedding(reader),
             module=Module(
-                embedding_norm=load_norm(config, weights, f"{prefix}enorm"),
-                hidden_norm=load_norm(config, weights, f"{prefix}hnorm"),
+                embedding_norm=norm("enorm"),
+                hidden_norm=norm("hnorm"),
                 fc=weights.linear(2 * hidden, Part(f"{prefix}eh_proj", hidden)),
-                layer=self._load_layer(weights, reader.max_positions),
-                norm=load_norm(config, weights, f"{prefix}shared_head.norm"),
+                layer=DecoderLayer(
+                    norm("input_layernorm"),
+                    family.load_module_attention(
+                        config, weights, f"{prefix}self_attn", reader.max_positions
+                    ),
+                    norm("post_attention_layernorm"),
+                    family.load_layer_mlp(config, weights, f"{prefix}mlp", config.num_layers),
+                ),
+                norm=norm("shared_head.norm"),
             ),
             lm_head=self._load_head(reader),
             caches=self._own_caches(reader),
@@ -108,16 +120,6 @@ class NextNCheckpoint(ModuleCheckpoint[NextNHead]):
         return tuple(
             with_scales(one, whole, weights, attention, strategy)
             for one, whole in zip(own, declared, strict=True)
-        )
-
-    def _load_layer(self, reader: WeightReader, max_positions: int) -> DecoderLayer:
-        config, prefix = self.config, self.prefix
-        attention = f"{prefix}self_attn"
-        return DecoderLayer(
-            load_norm(config, reader, f"{prefix}input_layernorm"),
-            self._family.load_module_attention(config, reader, attention, max_positions),
-            load_norm(config, reader, f"{prefix}post_attention_layernorm"),
-            self._family.load_layer_mlp(config, reader, f"{prefix}mlp", config.num_layers),
         )
 
     def _load_embedding(self, reader: HeadReader) -> UnquantizedWeight:

@@ -16,6 +16,12 @@ EACH = "*"
 #: An expert's gate above its up.
 GATE_UP = f"{EACH}.gate_up_proj"
 
+
+def gated(names: str, module: str) -> dict[str, str]:
+    """Names of a gated MLP's projections: in a file, with "gate", "up" and "down" for {}."""
+    return {names.format(one): f"{module}.{one}_proj" for one in ("gate", "up", "down")}
+
+
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<stem>[\w.]+?)(?:\.(?P<ending>weight|bias))?")
 _NAMES: Mapping[str, str] = {
     "token_embd": "model.embed_tokens",
@@ -30,18 +36,12 @@ _NAMES: Mapping[str, str] = {
     "attn_k_norm": "self_attn.k_norm",
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    **gated("ffn_{}", "mlp"),
     "post_ffw_norm": "post_feedforward_layernorm",
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_up_exps": f"mlp.experts.{GATE_UP}",
-    "ffn_gate_exps": f"mlp.experts.{EACH}.gate_proj",
-    "ffn_up_exps": f"mlp.experts.{EACH}.up_proj",
-    "ffn_down_exps": f"mlp.experts.{EACH}.down_proj",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    **gated("ffn_{}_exps", f"mlp.experts.{EACH}"),
+    **gated("ffn_{}_shexp", "mlp.shared_experts"),
 }
 #: Ends of texts, turns and messages, of which old files give the id of one. llama.cpp stops at all
 #: that a vocabulary has.

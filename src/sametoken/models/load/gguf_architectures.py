@@ -12,7 +12,13 @@ from reprlib import repr as short
 
 from sametoken.errors import UnsupportedError
 from sametoken.models.load import gguf_settings
-from sametoken.models.load.gguf_architecture import EACH, GATE_UP, Architecture, ModuleNames
+from sametoken.models.load.gguf_architecture import (
+    EACH,
+    GATE_UP,
+    Architecture,
+    ModuleNames,
+    gated,
+)
 from sametoken.models.load.gguf_mamba2 import FACTORS, FINETUNED, MAMBA2
 from sametoken.models.load.gguf_settings import (
     ATTENTION_FACTORS,
@@ -76,9 +82,7 @@ _NAMES_OF_LINEAR: Mapping[str, str] = {
 }
 _NAMES_OF_SHARED: Mapping[str, str] = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    **gated("ffn_{}_shexp", "mlp.shared_expert"),
 }
 _NAMES_OF_MIXTRAL: Mapping[str, str] = {
     "ffn_gate_inp": "block_sparse_moe.gate",
@@ -180,9 +184,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
             "ffn_gate_inp.scale": "router.scale",
             "ffn_down_exps.scale": "router.per_expert_scale",
             "ffn_gate_up_exps": f"experts.{GATE_UP}",
-            "ffn_gate_exps": f"experts.{EACH}.gate_proj",
-            "ffn_up_exps": f"experts.{EACH}.up_proj",
-            "ffn_down_exps": f"experts.{EACH}.down_proj",
+            **gated("ffn_{}_exps", f"experts.{EACH}"),
             "inp_gate": "per_layer_input_gate",
             "proj": "per_layer_projection",
             "post_norm": "post_per_layer_input_norm",

@@ -14,7 +14,7 @@ from typing import Any
 from sametoken.errors import CheckpointError
 from sametoken.models.base import HOLDS_FACTORS
 from sametoken.models.layer_types import FULL, LINEAR
-from sametoken.models.load.gguf_architecture import EACH, Architecture
+from sametoken.models.load.gguf_architecture import EACH, Architecture, gated
 from sametoken.models.load.gguf_file import GGUFTensor
 from sametoken.models.load.gguf_settings import (
     CORRECTION,
@@ -143,9 +143,7 @@ _BAMBA = Architecture(
         **_names("mamba"),
         "output_norm": "model.final_layernorm",
         "ffn_norm": "pre_ff_layernorm",
-        "ffn_gate": "feed_forward.gate_proj",
-        "ffn_up": "feed_forward.up_proj",
-        "ffn_down": "feed_forward.down_proj",
+        **gated("ffn_{}", "feed_forward"),
     },
     interleaved=True,
     missing_axes={"conv1d.weight": 1},
@@ -208,16 +206,10 @@ MAMBA2: Mapping[str, Architecture] = {
         "GraniteMoeHybridForCausalLM",
         names={
             **_names("mamba"),
-            "ffn_gate": "shared_mlp.gate_proj",
-            "ffn_up": "shared_mlp.up_proj",
-            "ffn_down": "shared_mlp.down_proj",
-            "ffn_gate_shexp": "shared_mlp.gate_proj",
-            "ffn_up_shexp": "shared_mlp.up_proj",
-            "ffn_down_shexp": "shared_mlp.down_proj",
+            **gated("ffn_{}", "shared_mlp"),
+            **gated("ffn_{}_shexp", "shared_mlp"),
             "ffn_gate_inp": "block_sparse_moe.router.layer",
-            "ffn_gate_exps": f"block_sparse_moe.experts.{EACH}.gate_proj",
-            "ffn_up_exps": f"block_sparse_moe.experts.{EACH}.up_proj",
-            "ffn_down_exps": f"block_sparse_moe.experts.{EACH}.down_proj",
+            **gated("ffn_{}_exps", f"block_sparse_moe.experts.{EACH}"),
         },
         interleaved=True,
         missing_axes={"conv1d.weight": 1},
@@ -235,9 +227,7 @@ MAMBA2: Mapping[str, Architecture] = {
             "output_norm": "model.final_layernorm",
             # Files have its weight without the ending.
             "ffn_norm": "pre_ff_layernorm.weight",
-            "ffn_gate": "feed_forward.gate_proj",
-            "ffn_up": "feed_forward.up_proj",
-            "ffn_down": "feed_forward.down_proj",
+            **gated("ffn_{}", "feed_forward"),
         },
         missing_axes={"conv1d.weight": 1},
         sizes=_SIZES,

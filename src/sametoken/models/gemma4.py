@@ -45,6 +45,8 @@ _ROPES = {
     FULL: {"rope_type": PROPORTIONAL, "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
 }
+#: The key with the elements of a layer's own embedding; 0: layers have none.
+_LAYER_INPUT = "hidden_size_per_layer_input"
 _ENCODERS = (
     "model.audio_tower.",
     "model.embed_audio.",
@@ -228,7 +230,7 @@ class Gemma4ForCausalLM(GemmaDecoder):
         config, prefix = self.config, self._prefix
         settings = Settings(config.extra, weights.source.location)
         self.layer_embeddings: LayerEmbeddings | None = None
-        if width := _layer_input_width(settings):
+        if width := settings.count(_LAYER_INPUT):
             rows = settings.integer("vocab_size_per_layer_input")
             if rows < config.vocab_size:
                 raise CheckpointError(
@@ -269,7 +271,7 @@ class Gemma4ForCausalLM(GemmaDecoder):
             mlp,
             experts,
             norm("post_feedforward"),
-            self._load_layer_input(weights, prefix, _layer_input_width(settings)),
+            self._load_layer_input(weights, prefix, settings.count(_LAYER_INPUT)),
             weights.vector(f"{prefix}.layer_scalar", 1),
         )
 
@@ -317,9 +319,9 @@ class Gemma4ForCausalLM(GemmaDecoder):
         )
 
     def _load_layer_input(
-        self, weights: WeightReader, prefix: str, width: int | None
+        self, weights: WeightReader, prefix: str, width: int
     ) -> LayerInput | None:
-        if width is None:
+        if not width:
             return None
         hidden = self.config.hidden_size
         return LayerInput(
@@ -348,12 +350,6 @@ def _kv_of(form: _LayerForm, dtype: torch.dtype, num_kv_heads: int) -> PagedKV:
     return PagedKV(num_kv_heads, form.head_dim, form.head_dim, dtype, form.window)
 
 
-def _layer_input_width(settings: Settings) -> int | None:
-    """Elements of a layer's own embedding; None: layers have none."""
-    key = "hidden_size_per_layer_input"
-    return settings.integer(key) if settings.get(key) else None
-
-
 def _layer_forms(config: ModelConfig, location: str) -> tuple[_LayerForm, ...]:
     """The form of each layer.
 
@@ -369,8 +365,7 @@ def _layer_forms(config: ModelConfig, location: str) -> tuple[_LayerForm, ...]:
         )
     # As transformers has it, whatever a config says.
     types[-1] = FULL
-    key = "num_kv_shared_layers"
-    num_shared = settings.integer(key, most=config.num_layers) if settings.get(key) else 0
+    num_shared = settings.count("num_kv_shared_layers", most=config.num_layers)
     producers = types[: config.num_layers - num_shared]
     forms = []
     for index, layer_type in enumerate(types):

@@ -27,9 +27,7 @@ from sametoken.ops.backend import QKNorm
 
 
 def _is_sparse(config: ModelConfig, index: int) -> bool:
-    settings = Settings(config.extra, config.architecture)
-    key = "first_k_dense_replace"
-    return bool(index >= (settings.get(key, 1) and settings.integer(key, 1)))
+    return index >= Settings(config.extra, config.architecture).count("first_k_dense_replace", 1)
 
 
 class Glm4MoeForCausalLM(NextNTarget):

@@ -32,9 +32,9 @@ def sliding_windows(config: ModelConfig, location: str) -> list[int | None]:
     settings = Settings(config.extra, location)
     types = settings.names("layer_types")
     if not types and _uses_windows(settings):
-        num_full = settings.get("max_window_layers") and settings.integer("max_window_layers")
+        num_full = settings.count("max_window_layers")
         layers = range(config.num_layers)
-        types = tuple(SLIDING if index >= (num_full or 0) else FULL for index in layers)
+        types = tuple(SLIDING if index >= num_full else FULL for index in layers)
     if SLIDING not in types:
         return [None] * config.num_layers
     if len(types) != config.num_layers:

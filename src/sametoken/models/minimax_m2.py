@@ -76,7 +76,6 @@ class MiniMaxM2ForCausalLM(Decoder):
 
     def _unused(self) -> tuple[str, ...]:
         settings = Settings(self.config.extra, self.config.architecture)
-        count = settings.get("num_mtp_modules") and settings.integer("num_mtp_modules")
-        first = self.config.num_layers
-        modules = (f"model.layers.{first + index}." for index in range(count or 0))
+        first, count = self.config.num_layers, settings.count("num_mtp_modules")
+        modules = (f"model.layers.{first + index}." for index in range(count))
         return (*super()._unused(), *modules)

@@ -166,7 +166,7 @@ def load_squared_relu_moe(
     weights = replace(weights, quantize_fp8=False)
     num_experts = settings.integer("n_routed_experts", most=MAX_EXPERTS)
     shared_size = settings.integer("moe_shared_expert_intermediate_size")
-    latent_size = settings.get("moe_latent_size") and settings.integer("moe_latent_size")
+    latent_size = settings.count("moe_latent_size")
     latent: Latent | ProjectedLatent = Latent()
     if latent_size:
         latent = ProjectedLatent(

@@ -38,7 +38,7 @@ class Qwen2MoeForCausalLM(Decoder):
         types = list(settings.names("layer_types"))
         if not types and settings.switch("use_sliding_window"):
             layers = range(settings.integer("num_hidden_layers", most=MAX_LAYERS))
-            first = settings.get("max_window_layers") and settings.integer("max_window_layers")
+            first = settings.count("max_window_layers")
             types = [FULL if index % 2 or index >= first else SLIDING for index in layers]
         return {"layer_types": types}
 

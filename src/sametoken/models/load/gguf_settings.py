@@ -75,8 +75,7 @@ def gemma4(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, A
     heads = settings.get(KV_HEADS)
     heads = heads if isinstance(heads, list) else [heads] * len(types)
     by_type = dict(zip(types, heads, strict=False))
-    shared = "attention.shared_kv_layers"
-    num_shared = settings.integer(shared) if settings.get(shared) else 0
+    num_shared = settings.count("attention.shared_kv_layers")
     full = [index for index, kind in enumerate(types[: len(types) - num_shared]) if kind == FULL]
     theta = settings.number("rope.freq_base_swa", DEFAULT_THETA)
     return own | {
@@ -172,8 +171,7 @@ def seed_oss(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str,
 
 def layers_and_modules(settings: Settings) -> dict[str, Any]:
     """``block_count`` counts the layers of a NextN module too."""
-    key = "nextn_predict_layers"
-    num_modules = settings.integer(key) if settings.get(key) else 0
+    num_modules = settings.count("nextn_predict_layers")
     num_layers = settings.integer("block_count", most=MAX_LAYERS) - num_modules
     return {"num_hidden_layers": num_layers, "num_nextn_predict_layers": num_modules}
 

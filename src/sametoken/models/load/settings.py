@@ -74,6 +74,10 @@ class Settings:
             raise self._bad(key, value, f"at most {most}")
         return value
 
+    def count(self, key: str, default: int = 0, most: int = MAX_COUNT) -> int:
+        """A count from 0 to ``most``."""
+        return self.integer(key, default, most) if self.get(key, default) else 0
+
     def positions(self, key: str, default: int | None = None) -> int:
         """A length in tokens, without a limit."""
         return self.integer(key, default, MAX_CLAIM)

@@ -167,6 +167,8 @@ def load_attention(
         first = Part(f"{prefix}.q_a_proj", sizes.q_rank)
         queries = _low_rank_queries(weights, prefix, sizes.q_rank, q_rows)
     norm = weights.vector(f"{prefix}.kv_a_layernorm.weight", sizes.kv_rank)
+    # Whether neighbouring elements are rotated as a pair.
+    pairs = Settings(config.extra, config.architecture).switch("rope_interleave", default=True)
     up_k, up_v = _per_head(weights, prefix, sizes)
     return LatentAttention(
         kernels=weights.kernels,
@@ -174,18 +176,13 @@ def load_attention(
         expanded=expanded,
         projection=weights.linear(hidden, first, latent, bias=bias),
         queries=queries,
-        rotary=LatentRotary(norm, _INNER_EPS, rotary.cos, rotary.sin, _interleaves(config)),
+        rotary=LatentRotary(norm, _INNER_EPS, rotary.cos, rotary.sin, pairs),
         absorb=weights.kernels.pack_heads(up_k.mT),
         expand=weights.kernels.pack_heads(up_v),
         output=weights.row_parallel(
             sizes.num_heads * sizes.v_dim, Part(f"{prefix}.o_proj", hidden), bias=bias
         ),
     )
-
-
-def _interleaves(config: ModelConfig) -> bool:
-    """Whether neighbouring elements are rotated as a pair."""
-    return Settings(config.extra, config.architecture).switch("rope_interleave", default=True)
 
 
 def _low_rank_queries(weights: WeightReader, prefix: str, rank: int, rows: int) -> LowRankQueries:

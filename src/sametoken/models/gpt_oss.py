@@ -26,7 +26,7 @@ from sametoken.models.load.settings import MAX_EXPERTS, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import RotaryTable, Routing
 from sametoken.ops.cache_types import LayerCache
-from sametoken.ops.weight import ClampedExperts, Experts, Weight
+from sametoken.ops.weight import ClampedExperts, Weight
 
 _YARN = {
     "rope_type": "yarn",
@@ -86,10 +86,20 @@ class GptOssForCausalLM(Decoder):
         settings = Settings(config.extra, weights.source.location)
         count = settings.integer("num_experts", most=MAX_EXPERTS)
         router = weights.linear(config.hidden_size, Part(f"{prefix}.router", count), bias=True)
-        name, sizes = f"{prefix}.experts", (count, config.hidden_size, config.intermediate_size)
-        own = _experts(config, weights, name, settings, count)
-        modules = ExpertModules.of(name, *sizes, interleaved=True)
-        experts = summed_over_ranks(weights, own, modules)
+        name = f"{prefix}.experts"
+        is_separate = f"{name}.0.gate_proj.weight" in weights
+        load = _separate_matrices if is_separate else _stacked_matrices
+        gate_up, down, gate_up_bias, down_bias = load(config, weights, name, count)
+        form = ClampedExperts(
+            settings.number("swiglu_alpha"),
+            settings.number("swiglu_limit"),
+            gate_up_bias,
+            # Ranks' partial sums are added, so one of them has the bias.
+            down_bias if weights.parallel.rank == 0 else torch.zeros_like(down_bias),
+        )
+        own = weights.kernels.pack_experts(gate_up, down, form)
+        sizes = count, config.hidden_size, config.intermediate_size
+        experts = summed_over_ranks(weights, own, ExpertModules.of(name, *sizes, interleaved=True))
         # A softmax over the chosen logits is one over all, normalised.
         routing = Routing(min(settings.integer("num_experts_per_tok"), count), normalise=True)
         return RoutedExperts(weights.kernels, router, experts, routing)
@@ -99,25 +109,6 @@ class GptOssForCausalLM(Decoder):
         name = f"{self._prefix}.layers.{index}.self_attn.sinks"
         part = Part(name, self.config.num_heads, split=Split.ROWS)
         return replace(attention, sinks=weights.tensor(part, dtype=torch.float32))
-
-
-def _experts(
-    config: ModelConfig, weights: WeightReader, prefix: str, settings: Settings, count: int
-) -> Experts:
-    is_separate = f"{prefix}.0.gate_proj.weight" in weights
-    load = _separate_matrices if is_separate else _stacked_matrices
-    gate_up, down, gate_up_bias, down_bias = load(config, weights, prefix, count)
-    return weights.kernels.pack_experts(
-        gate_up,
-        down,
-        ClampedExperts(
-            settings.number("swiglu_alpha"),
-            settings.number("swiglu_limit"),
-            gate_up_bias,
-            # Ranks' partial sums are added, so one of them has the bias.
-            down_bias if weights.parallel.rank == 0 else torch.zeros_like(down_bias),
-        ),
-    )
 
 
 class _Matrices(NamedTuple):

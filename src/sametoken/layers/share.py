@@ -41,6 +41,10 @@ class Part:
     output_sizes: tuple[int, ...] = ()
     ranks_per_share: tuple[int, ...] = ()
 
+    def tensor(self, name: str) -> Part:
+        """A tensor of the module that this part is named by."""
+        return replace(self, name=f"{self.name}.{name}")
+
     def of_rows(self) -> Part:
         """For what each row has one of: a rank with some columns of all rows keeps all of them."""
         return replace(self, split=Split.WHOLE) if self.split is Split.COLUMNS else self
@@ -133,7 +137,8 @@ class Share:
 
 def share_of(part: Part, row_shape: tuple[int, ...], parallel: TensorParallel) -> Share:
     """A rank's share of a [part.rows, *row_shape] tensor."""
-    rows = adjacent(part.output_sizes or (part.rows,))
+    sizes = part.output_sizes or (part.rows,)
+    rows = tuple(range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True))
     columns = range(row_shape[0] if row_shape else 1)
     if part.split is Split.ROWS:
         same = part.ranks_per_share or (1,) * len(rows)
@@ -141,9 +146,3 @@ def share_of(part: Part, row_shape: tuple[int, ...], parallel: TensorParallel) -
     elif part.split is Split.COLUMNS:
         columns = of_rank(columns, parallel)
     return Share(rows, columns, part.permutation)
-
-
-def adjacent(counts: tuple[int, ...]) -> tuple[range, ...]:
-    """Consecutive ranges of the given sizes, starting at 0."""
-    ends = tuple(accumulate(counts))
-    return tuple(range(end - count, end) for count, end in zip(counts, ends, strict=True))

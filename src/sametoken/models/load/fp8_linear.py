@@ -9,7 +9,7 @@ may be fused, divided among ranks and permuted row by row. A static scale of act
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -72,7 +72,7 @@ class Fp8Linear:
         self, reader: WeightReader, in_features: int, parts: tuple[Part, ...]
     ) -> tuple[Tensor, Tensor]:
         """Values of the parts, and their scales by row or by row and group."""
-        matrices = tuple(replace(part, name=f"{part.name}.weight") for part in parts)
+        matrices = tuple(part.tensor("weight") for part in parts)
         values = reader.filled(matrices, (in_features,), torch.float8_e4m3fn)
         return values, torch.cat([self._scales(reader, in_features, part) for part in parts])
 

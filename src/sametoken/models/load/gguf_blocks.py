@@ -12,7 +12,7 @@ MXFP4 has 32 numbers of e2m1 and a power of two (``load.mxfp4``).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -39,7 +39,7 @@ class _InBlocks:
 
     def expanded(self, reader: WeightReader, in_features: int, part: Part) -> Tensor:
         """See ``LinearFormat``."""
-        return reader.filled((_weight_of(part),), (in_features,), torch.float32)
+        return reader.tensor(part.tensor("weight"), (in_features,), torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class BlockFormat(_InBlocks):
         matrix = _UNPACKED[self.type](_blocks(reader, self.type, in_features, parts))
         for values in (matrix.scale, matrix.minimum):
             if values is not None:
-                require_finite(values, _weight_of(parts[0]).name, reader.source)
+                require_finite(values, parts[0].tensor("weight").name, reader.source)
         return reader.kernels.pack_integers(matrix, reader.dtype)
 
 
@@ -67,7 +67,7 @@ class Mxfp4Blocks(_InBlocks):
         """See ``LinearFormat``."""
         blocks = _blocks(reader, GGMLQuantizationType.MXFP4, in_features, parts)
         scales, codes = blocks.split((1, 16), dim=2)
-        require_scales(reader, _weight_of(parts[0]).name, scales)
+        require_scales(reader, parts[0].tensor("weight").name, scales)
         values = packed_int4(_halves(codes).flatten(1), _WIDTH)
         scale = scales.flatten(1).contiguous().view(torch.float8_e8m0fnu)
         return reader.kernels.pack_int4(Int4Matrix(values, scale, None), reader.dtype)
@@ -112,13 +112,9 @@ def _blocks(
     group = f"a block of {elements} of {kind.name}"
     reader.require_whole_groups(in_features, parts, elements, group, "load_format 'gguf'")
     row_bytes = in_features // elements * size
-    rows = [reader.stored(_weight_of(part), in_features, row_bytes) for part in parts]
+    rows = [reader.stored(part.tensor("weight"), in_features, row_bytes) for part in parts]
     blocks: Tensor = torch.cat(rows).unflatten(1, (-1, size))
     return blocks
-
-
-def _weight_of(part: Part) -> Part:
-    return replace(part, name=f"{part.name}.weight")
 
 
 def _halves(packed: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ def _require_stored_shape(reader: WeightReader, name: str, expected: list[int]) 
         return
     # transformers saves it again in 32 bits.
     narrow = reader.source.stored_dtype(name) == torch.int32
-    shape = reader.filled((Part(name, 2),), (), torch.int32 if narrow else torch.int64).tolist()
+    shape = reader.tensor(Part(name, 2), (), torch.int32 if narrow else torch.int64).tolist()
     if shape != expected:
         raise CheckpointError(
             f"tensor {name} of {reader.source.location} says {shape}, "
@@ -175,7 +175,7 @@ def _key(order: Tensor | None) -> tuple[int, ...] | None:
 
 def _words(reader: WeightReader, name: str, rows: int, columns: int) -> Tensor:
     """A tensor of packed values: [rows, columns] int32."""
-    return reader.filled((Part(name, rows),), (columns,), torch.int32)
+    return reader.tensor(Part(name, rows), (columns,), torch.int32)
 
 
 def _nibbles(words: Tensor, dim: int, places: tuple[int, ...]) -> Tensor:
@@ -188,14 +188,14 @@ def _scales(reader: WeightReader, name: str, rows: int, columns: int) -> Tensor:
     """[rows, columns] in the stored dtype of at most 32 bits."""
     stored = reader.source.stored_dtype(name) if name in reader else reader.dtype
     fits = stored in FLOATING and stored.itemsize <= 4
-    return reader.filled((Part(name, rows),), (columns,), stored if fits else torch.float32)
+    return reader.tensor(Part(name, rows), (columns,), stored if fits else torch.float32)
 
 
 def _order(reader: WeightReader, name: str, in_features: int, groups: int) -> Tensor | None:
     """The features by group, from the group of each; None if they stand so, or none is stored."""
     if name not in reader:
         return None
-    index = reader.filled((Part(name, in_features),), (), torch.int32)
+    index = reader.tensor(Part(name, in_features), (), torch.int32)
     order = index.argsort(stable=True)
     by_group = torch.arange(in_features, device=index.device) // (in_features // groups)
     if not torch.equal(index[order].long(), by_group):

@@ -49,7 +49,7 @@ class Mxfp4Stack:
         names = (f"{part.name}_blocks", f"{part.name}_scales")
         shapes = ((part.rows, groups, GROUP // 2), (part.rows, groups))
         blocks, scales = (
-            reader.filled((Part(name, count),), shape, torch.uint8)
+            reader.tensor(Part(name, count), shape, torch.uint8)
             for name, shape in zip(names, shapes, strict=True)
         )
         require_scales(reader, names[1], scales)

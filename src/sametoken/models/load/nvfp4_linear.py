@@ -9,7 +9,7 @@ activations is for chips that multiply in 4 bits, and is not needed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -74,20 +74,12 @@ class Nvfp4Linear:
             )
         group = f"a group of {GROUP} that shares a scale"
         reader.require_whole_groups(in_features, (part,), GROUP, group)
-        packed = reader.filled(
-            (replace(part, name=f"{part.name}.{self.names.packed}"),),
-            (in_features // 2,),
-            torch.uint8,
-        )
-        scales = reader.filled(
-            (replace(part, name=f"{part.name}.weight_scale"),),
-            (in_features // GROUP,),
-            torch.float8_e4m3fn,
-        )
+        codes, of_groups = part.tensor(self.names.packed), part.tensor("weight_scale")
+        packed = reader.tensor(codes, (in_features // 2,), torch.uint8)
+        scales = reader.tensor(of_groups, (in_features // GROUP,), torch.float8_e4m3fn)
         if not scales.is_meta and (scales.view(torch.int8) < 0).any():
             raise CheckpointError(
-                f"tensor {part.name}.weight_scale of {reader.source.location} holds negative "
-                "scales",
+                f"tensor {of_groups.name} of {reader.source.location} holds negative scales",
                 "quantize the model again with its own library",
             )
         whole = positive(reader, f"{part.name}.{self.names.factor}", ((1,), ()))

@@ -108,7 +108,7 @@ class WeightReader:
         if not bias:
             self._pass_zero_biases(parts)
             return Linear(weight, parts=parts)
-        biases = tuple(replace(part, name=f"{part.name}.bias") for part in parts)
+        biases = tuple(part.tensor("bias") for part in parts)
         return Linear(weight, self.filled(biases), parts)
 
     def row_parallel(self, in_features: int, part: Part, *, bias: bool = False) -> Projection:
@@ -127,7 +127,7 @@ class WeightReader:
         """
         linear = self.quantization.format_of(part.name, self.source)
         if linear is None:
-            return self.tensor(replace(part, name=f"{part.name}.weight"), (in_features,))
+            return self.tensor(part.tensor("weight"), (in_features,))
         return linear.expanded(self, in_features, part).to(self.dtype)
 
     def _stored(self, in_features: int, parts: tuple[Part, ...]) -> Weight:
@@ -138,7 +138,7 @@ class WeightReader:
         ):
             run = tuple(same)
             if linear is None:
-                plain = (replace(part, name=f"{part.name}.weight") for part in run)
+                plain = (part.tensor("weight") for part in run)
                 weights.append(self.projection(self.packed(in_features, *plain)))
             else:
                 weights.append(linear.read(self, in_features, run))

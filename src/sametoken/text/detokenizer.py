@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from sametoken.text.tokenizer import BYTE_OF, BYTE_TOKEN, Tokenizer
 
@@ -87,6 +87,9 @@ class NoDetokenizer:
 class ByteLevelDetokenizer:
     """For byte-level BPE, where every token is a fixed byte string."""
 
+    #: Only an incomplete character is held back.
+    held = ""
+
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._id_to_token = tokenizer.backend.id_to_token
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
@@ -105,11 +108,6 @@ class ByteLevelDetokenizer:
     def finish(self) -> str:
         """See ``Detokenizer``."""
         return self._utf8.decode(b"", final=True)
-
-    @property
-    def held(self) -> str:
-        """See ``Detokenizer``; only an incomplete character is held back."""
-        return ""
 
 
 class WindowDetokenizer:
@@ -135,7 +133,8 @@ class WindowDetokenizer:
         self._run = _ByteRun()
         self._holds = False
         self.num_before = 0
-        steps = _steps_of(tokenizer.backend.decoder)
+        decoder = tokenizer.backend.decoder
+        steps: bytes = b"" if decoder is None else decoder.__getstate__()
         # Elsewhere U+FFFD is a token's whole text, and any number of them may follow each other.
         self._cuts_characters = b'"ByteLevel"' in steps
         self._joins_bytes = b'"ByteFallback"' in steps
@@ -217,12 +216,6 @@ class _ByteRun:
         """The run's text; empty if its last character is not whole."""
         pending, _ = self._utf8.getstate()
         return self._known if self._is_valid and not pending else ""
-
-
-def _steps_of(decoder: Any) -> bytes:
-    """A decoder's steps as JSON; empty without a decoder."""
-    steps: bytes = b"" if decoder is None else decoder.__getstate__()
-    return steps
 
 
 def _may_begin(found: bytes) -> bool:

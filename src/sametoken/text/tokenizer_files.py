@@ -41,7 +41,8 @@ def read_tokenizer(path: Path) -> Any:
     """
     source = _find_source(path)
     try:
-        return _from_hf(source) if _is_hf(source) else _from_gguf(source)
+        is_hf = source.is_dir() or source.suffix == ".json"
+        return _from_hf(source) if is_hf else _from_gguf(source)
     except (SametokenError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
@@ -59,10 +60,6 @@ def read_tokenizer(path: Path) -> Any:
 def has_tokenizer(directory: Path) -> bool:
     """Whether a checkpoint directory has a tokenizer's files."""
     return any(is_there(directory / name) for name in (_FILE, _SETTINGS))
-
-
-def _is_hf(source: Path) -> bool:
-    return source.is_dir() or source.suffix == ".json"
 
 
 def _find_source(path: Path) -> Path:

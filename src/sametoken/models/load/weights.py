@@ -108,17 +108,15 @@ class WeightReader:
         if not bias:
             self._pass_zero_biases(parts)
             return Linear(weight, parts=parts)
-        biases = tuple(part.tensor("bias") for part in parts)
+        biases = tuple(part.of_rows().tensor("bias") for part in parts)
         return Linear(weight, self.filled(biases), parts)
 
     def row_parallel(self, in_features: int, part: Part, *, bias: bool = False) -> Projection:
         """A row-parallel projection: ranks divide its input, its output is whole."""
         if self.parallel.size == 1:
             return self.linear(in_features, part, bias=bias)
-        parts = (replace(part, split=Split.COLUMNS),)
-        weight = self._stored(in_features, parts)
-        added = self.vector(f"{part.name}.bias", part.rows) if bias else None
-        return RowParallelLinear(self.kernels, self.parallel, weight, added, parts)
+        own = self.linear(in_features, replace(part, split=Split.COLUMNS), bias=bias)
+        return RowParallelLinear(self.kernels, self.parallel, own.weight, own.bias, own.parts)
 
     def expanded(self, in_features: int, part: Part) -> Tensor:
         """A linear's matrix in the reader's dtype, whatever its format: what is no product reads.

@@ -327,15 +327,21 @@ def test_groups_that_products_do_not_have_are_refused(tmp_path, size):
         load(write_checkpoint(tmp_path, config, stored))
 
 
-def test_biases_of_zeros_are_passed_over_and_others_refused(tmp_path):
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("module", "rows"), [("q_proj", 64), ("o_proj", 128)])
+def test_biases_of_zeros_are_passed_over_and_others_refused(tmp_path, module, rows, size):
     """AutoGPTQ once wrote a bias for every linear."""
 
     def with_bias(value: float):
         def edit(tensors):
-            tensors[f"{Q_PROJ}.bias"] = torch.full((64,), value).half()
+            name = Q_PROJ.replace("q_proj", module)
+            tensors[f"{name}.bias"] = torch.full((rows,), value).half()
 
         return edit
 
-    assert load(write(tmp_path / "zero", "gptq", 32, with_bias(0.0)))
-    with pytest.raises(UnsupportedError, match=r"q_proj.bias"):
-        load(write(tmp_path / "one", "gptq", 32, with_bias(1.0)))
+    def load_on_all(path):
+        return run_ranks(size, lambda rank: load(path, parallel=rank))
+
+    assert load_on_all(write(tmp_path / "zero", "gptq", 32, with_bias(0.0)))
+    with pytest.raises(UnsupportedError, match=rf"{module}.bias"):
+        load_on_all(write(tmp_path / "one", "gptq", 32, with_bias(1.0)))

@@ -90,9 +90,9 @@ class MedusaCheckpoint(StateHeadCheckpoint):
         require_sizes(settings.integer("vocab_size", vocab_size), hidden_size, target)
         settings.integer("truncated_vocab_size", vocab_size, most=vocab_size)
 
-    def _most_drafts(self, settings: Settings) -> int:
-        key = _stated(settings, "num_heads", "medusa_num_heads")
-        return settings.integer(key, most=MAX_SPECULATIVE_TOKENS)
+    def _most_drafts(self) -> int:
+        key = _stated(self.settings, "num_heads", "medusa_num_heads")
+        return self.settings.integer(key, most=MAX_SPECULATIVE_TOKENS)
 
     def _renamed(self, name: str) -> str:
         for form, renamed in _RENAMED:

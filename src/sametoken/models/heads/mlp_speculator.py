@@ -35,7 +35,6 @@ from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.heads.base import HeadStates, require_sizes
 from sametoken.models.heads.reader import HeadReader
 from sametoken.models.heads.state_head import StateHead, StateHeadCheckpoint
-from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part
 from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.types.speculative_methods import MAX_SPECULATIVE_TOKENS
@@ -99,8 +98,8 @@ class MLPSpeculatorCheckpoint(StateHeadCheckpoint):
         """Refuse a target of another vocabulary or hidden size."""
         require_sizes(self._vocab_size, self._hidden_size, target)
 
-    def _most_drafts(self, settings: Settings) -> int:
-        return settings.integer("n_predict", most=MAX_SPECULATIVE_TOKENS)
+    def _most_drafts(self) -> int:
+        return self.settings.integer("n_predict", most=MAX_SPECULATIVE_TOKENS)
 
     def _renamed(self, name: str) -> str:
         return name.removeprefix(_PREFIX)

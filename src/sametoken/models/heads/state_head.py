@@ -20,7 +20,7 @@ from sametoken.models.heads.base import HeadCheckpoint, HeadStates, refuse
 from sametoken.models.heads.reader import HeadReader
 from sametoken.models.heads.stored_names import NamedSource
 from sametoken.models.load.files import read_settings
-from sametoken.models.load.settings import Settings, quantization_settings
+from sametoken.models.load.settings import quantization_settings
 from sametoken.models.load.sources import TensorSource
 from sametoken.ops.backend import Kernels
 from sametoken.ops.cache_types import LayerCache
@@ -111,11 +111,11 @@ class StateHeadCheckpoint(HeadCheckpoint[StateHead]):
             (named not in (self.architecture, [self.architecture]), f"architecture {short(named)}"),
             (quantization_settings(self.settings.values, location), "quantized weights"),
         )
-        self.num_drafts = self._most = self._most_drafts(self.settings)
+        self.num_drafts = self._most = self._most_drafts()
 
     @abstractmethod
-    def _most_drafts(self, settings: Settings) -> int:
-        """The drafts that the head can make, from its config."""
+    def _most_drafts(self) -> int:
+        """The drafts that the head can make, from its settings."""
         ...
 
     @abstractmethod

@@ -43,9 +43,6 @@ _NAMES: Mapping[str, str] = {
     **gated("ffn_{}_exps", f"mlp.experts.{EACH}"),
     **gated("ffn_{}_shexp", "mlp.shared_experts"),
 }
-#: Ends of texts, turns and messages, of which old files give the id of one. llama.cpp stops at all
-#: that a vocabulary has.
-_ENDS = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
 
 
 def _nothing(*given: object) -> dict[str, Any]:
@@ -143,11 +140,6 @@ class Architecture:
     def known(self) -> tuple[str, ...]:
         """The keys that it reads, beside those of all architectures."""
         return (*self.sizes.values(), *self.keys.values(), *self.reads, *self.only)
-
-    @property
-    def all_ends(self) -> tuple[str, ...]:
-        """The tokens at which a text, a turn or a message ends."""
-        return (*_ENDS, *self.ends)
 
     def of(self, settings: Settings) -> Architecture:
         """The form of a file's settings."""

@@ -42,6 +42,9 @@ from sametoken.models.registry import model_class
 
 # By general.file_type: all F32, mostly F16; other types are quantized or BF16.
 _DTYPES = {"0": "float32", "1": "float16"}
+#: Ends of texts, turns and messages, of which old files give the id of one. llama.cpp stops at all
+#: that a vocabulary has.
+_ENDS = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
 
 
 class GGUFCheckpoint:
@@ -109,7 +112,7 @@ def _model_config(file: GGUFFile, settings: Settings, architecture: Architecture
         "partial_rotary_factor": _rotated(settings, architecture, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": any(name.endswith(".attn_q.bias") for name in file.tensors),
-        "eos_token_id": _end_ids(vocabulary, vocab_size, architecture.all_ends),
+        "eos_token_id": _end_ids(vocabulary, vocab_size, architecture.ends),
         "bos_token_id": next(iter(vocabulary.token_ids("bos_token_id", vocab_size)), None),
         "dtype": _DTYPES.get(str(file.metadata.get("general.file_type")), "bfloat16"),
     }
@@ -194,5 +197,5 @@ def _end_ids(vocabulary: Settings, vocab_size: int, ends: tuple[str, ...]) -> li
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [i for key in keys for i in vocabulary.token_ids(key, vocab_size)]
     tokens = vocabulary.names("tokens")[:vocab_size]
-    ids += [i for i, token in enumerate(tokens) if token in ends]
+    ids += [i for i, token in enumerate(tokens) if token in (*_ENDS, *ends)]
     return list(dict.fromkeys(ids))

@@ -72,7 +72,10 @@ class HuggingFaceCheckpoint:
         family = model_class(_architecture(config))
         told = quantization_of_another_file(directory, config)
         if not names_dtype(config):
-            told["dtype"] = _stored_dtype(directory, f"{family.embedding_name}.weight")
+            # Without weights, as for dummy ones, none is told; faults of theirs are said later.
+            with suppress(CheckpointError, UnsupportedError):
+                embedding = f"{family.embedding_name}.weight"
+                told["dtype"] = stored_dtype(open_weights(directory), embedding)
         told |= _stored_tying(directory, config)
         config = replace(config, values={**config.values, **told})
         self.config = model_config(config, read_generation_config(directory))
@@ -254,20 +257,9 @@ def _positions(
     factor = rope.get("factor")
     if local_rope is not None or rope["rope_type"] not in ("linear", "yarn"):
         return declared
-    if not isinstance(factor, int | float):
-        return declared
-    if not 1 < factor <= MAX_COUNT:
+    if not (isinstance(factor, int | float) and 1 < factor <= MAX_COUNT):
         return declared
     return max(declared, int(rope.get("original_max_position_embeddings", declared) * factor))
-
-
-def _stored_dtype(directory: Path, embedding: str) -> str | None:
-    """As ``stored_dtype``; None too where there are no weights, as for dummy ones."""
-    try:
-        return stored_dtype(open_weights(directory), embedding)
-    except (CheckpointError, UnsupportedError):
-        # What is wrong with the files is said when they are read.
-        return None
 
 
 def open_weights(directory: Path) -> SafetensorsSource | PickledSource:

@@ -40,9 +40,7 @@ from sametoken.state.caches import ModelCache
 HEAD = "lm_head.weight"
 # Tables in old checkpoints that are derived from the config.
 DERIVED_TENSORS = ("rotary_emb.inv_freq",)
-#: Prefixes of the text decoder's tensors in checkpoints that also see images.
-TEXT_PREFIXES = ("model.language_model", "language_model.model")
-#: Prefixes of the tensors of their other parts, which are not read.
+#: Prefixes of tensors that are not read, of checkpoints that also see images.
 _ENCODERS = ("visual.", "vision_tower.", "multi_modal_projector.")
 ENCODER_PREFIXES = (*_ENCODERS, *(f"model.{prefix}" for prefix in _ENCODERS))
 
@@ -75,6 +73,7 @@ class Decoder:
         activation: the only activation of MLPs.
         refused: keys whose settings are not implemented.
         rotates_parts: whether a config may rotate only a part of each head.
+        text_prefixes: of the text decoder's tensors in checkpoints that also see images.
         embedding_name, final_norm_name: names of their tensors, without prefix and ``.weight``.
         attention_name: that of a layer's attention block.
 
@@ -92,6 +91,7 @@ class Decoder:
     activation: ClassVar[str] = "silu"
     refused: ClassVar[tuple[str, ...]] = REFUSED
     rotates_parts: ClassVar[bool] = False
+    text_prefixes: ClassVar[tuple[str, ...]] = ("model.language_model", "language_model.model")
     embedding_name: ClassVar[str] = "embed_tokens"
     final_norm_name: ClassVar[str] = "norm"
     attention_name: ClassVar[str] = "self_attn"
@@ -159,11 +159,11 @@ class Decoder:
         """
         return {}
 
-    @staticmethod
-    def tensor_prefix(weights: WeightReader) -> str:
+    @classmethod
+    def tensor_prefix(cls, weights: WeightReader) -> str:
         """Prefix of all tensor names except the head's."""
-        names = (prefix for prefix in TEXT_PREFIXES if f"{prefix}.embed_tokens.weight" in weights)
-        return next(names, "model")
+        seeing = (one for one in cls.text_prefixes if f"{one}.embed_tokens.weight" in weights)
+        return next(seeing, "model")
 
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:

@@ -138,18 +138,14 @@ class HybridDecoder(Decoder, ABC):
         "linear_num_value_heads": 32,
     }
     rotates_parts = True
+    #: Some tools repeat a part, and transformers 5.4 and 5.5 has it thrice (transformers#45216).
+    text_prefixes = (
+        "model.language_model.language_model",
+        "model.language_model.language_model.language_model",
+        *Decoder.text_prefixes,
+    )
 
     load_layer_mlp = staticmethod(load_dense_or_sparse)
-
-    @staticmethod
-    def tensor_prefix(weights: WeightReader) -> str:
-        """As ``Decoder.tensor_prefix``, or with repetitions.
-
-        transformers 5.4 and 5.5 saves the decoder with three (transformers#45216), some tools two.
-        """
-        repeated = ("model" + ".language_model" * count for count in (2, 3))
-        names = (prefix for prefix in repeated if f"{prefix}.embed_tokens.weight" in weights)
-        return next(names, Decoder.tensor_prefix(weights))
 
     @staticmethod
     @abstractmethod

@@ -288,13 +288,12 @@ def load_tokenizer_of(config: EngineConfig, model_path: Path) -> Tokenizer | Non
         CheckpointError, UnsupportedError: as ``load_tokenizer`` and ``resolve_model``.
         ConfigError: ``config.chat_template`` cannot be read, or is no Jinja.
     """
+    if config.skip_tokenizer_init:
+        return None
     chosen = model_path
-    if config.tokenizer is not None and not config.skip_tokenizer_init:
+    if config.tokenizer is not None:
         chosen = resolve_model(config.tokenizer, _logger.info, Needed.TOKENIZER)
-    is_left_out = (
-        config.load_format == DUMMY and config.tokenizer is None and not has_tokenizer(chosen)
-    )
-    if config.skip_tokenizer_init or is_left_out:
+    elif config.load_format == DUMMY and not has_tokenizer(chosen):
         return None
     tokenizer = load_tokenizer(chosen)
     if config.chat_template is not None:

@@ -66,9 +66,8 @@ class QwenForm(ModuleForm):
     prefix, fusion = f"{PREFIX}.", f"{PREFIX}.fc"
 
     def num_layers(self, settings: Settings) -> object:
-        """See ``ModuleForm.num_layers``."""
-        implied = settings.get("num_nextn_predict_layers", 1)
-        return settings.get("mtp_num_hidden_layers", implied)
+        """See ``ModuleForm.num_layers``; Qwen3.5's key comes first."""
+        return settings.get("mtp_num_hidden_layers", super().num_layers(settings))
 
     def require(self, settings: Settings) -> None:
         """See ``ModuleForm.require``."""

@@ -43,10 +43,6 @@ from sametoken.ops.backend import AttentionRows
 class _DenseForm(ModuleForm):
     """What the two have in common; see ``ModuleForm``."""
 
-    def num_layers(self, settings: Settings) -> object:
-        """See ``ModuleForm.num_layers``."""
-        return settings.get("num_nextn_predict_layers", 1)
-
     def require(self, settings: Settings) -> None:
         """See ``ModuleForm.require``; every form is implemented."""
 

@@ -193,10 +193,9 @@ class ModuleForm(ABC):
     fusion: ClassVar[str]
     head: ClassVar[type[MTPHead]] = MTPHead
 
-    @abstractmethod
     def num_layers(self, settings: Settings) -> object:
-        """The number of modules that a config claims, unchecked."""
-        ...
+        """The number of modules that a config claims, unchecked; without a claim one."""
+        return settings.get("num_nextn_predict_layers", 1)
 
     @abstractmethod
     def require(self, settings: Settings) -> None:

@@ -59,7 +59,8 @@ def read_adapters(
         of_rank_0: of several ranks, the stamps that rank 0 gave to its call.
 
     Raises:
-        CheckpointError, UnsupportedError: as ``read_adapter``, or ranks read different files.
+        CheckpointError, UnsupportedError: as ``open_adapter`` and ``StoredAdapter.read``; or ranks
+            read different files.
     """
     found = [open_adapter(Path(one.path)) for one in config.lora_modules]
     for one, stamps in zip(found, of_rank_0([one.stamps for one in found]), strict=True):

@@ -187,11 +187,6 @@ class StoredAdapter:
         return Adapter(self.location, singles, stacks)
 
 
-def read_adapter(path: Path) -> Adapter:
-    """Read an adapter's files from their directory; errors as ``open_adapter`` and ``read``."""
-    return open_adapter(path).read()
-
-
 def open_adapter(path: Path) -> StoredAdapter:
     """An adapter whose files were read once, from their directory.
 

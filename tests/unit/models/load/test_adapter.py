@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.load import adapter
-from sametoken.models.load.adapter import read_adapter, read_adapter_config
+from sametoken.models.load.adapter import open_adapter, read_adapter_config
 from sametoken.models.safetensors_file import write_safetensors
 
 Q, V = "layers.0.self_attn.q_proj", "layers.1.self_attn.v_proj"
@@ -67,7 +67,7 @@ def write(path: Path, tensors: dict[str, Tensor] | None = None, **settings) -> P
 def test_factors_are_those_of_the_file(tmp_path):
     tensors = factors(Q, V)
     tensors[DOWN] = tensors[DOWN].bfloat16()
-    found = read_adapter(write(tmp_path, tensors, **OF_TRAINING))
+    found = open_adapter(write(tmp_path, tensors, **OF_TRAINING)).read()
     assert found.location == str(tmp_path)
     assert found.modules.keys() == {Q, V}
     assert found.modules[Q].down.dtype == torch.bfloat16
@@ -81,7 +81,7 @@ def test_pickled_factors_are_the_same(tmp_path):
     path = write(tmp_path, tensors)
     (path / "adapter_model.safetensors").unlink()
     torch.save(tensors, path / "adapter_model.bin")
-    found = read_adapter(path).modules[Q]
+    found = open_adapter(path).read().modules[Q]
     assert torch.equal(found.down, tensors[DOWN])
     assert torch.equal(found.up, tensors[UP])
 
@@ -105,9 +105,9 @@ def test_files_that_are_written_meanwhile_are_refused(tmp_path, monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(adapter, name, overtaken)
                 with pytest.raises(CheckpointError, match="written while it was read"):
-                    read_adapter(path)
+                    open_adapter(path).read()
             weights.write_bytes(again)
-        assert read_adapter(path).modules.keys() == {Q, V}
+        assert open_adapter(path).read().modules.keys() == {Q, V}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_files_that_are_written_meanwhile_are_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("adapter", ["", ".default"])
 def test_a_module_is_named_from_its_layer_on(tmp_path, prefix, adapter):
     path = write(tmp_path, factors(Q, prefix=prefix, adapter=adapter))
-    assert read_adapter(path).modules.keys() == {Q}
+    assert open_adapter(path).read().modules.keys() == {Q}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_module_is_named_from_its_layer_on(tmp_path, prefix, adapter):
 def test_patterns_and_scales_are_peft_s(tmp_path, settings, scale):
     """A pattern is the whole name or its end from a dot on; the first one that matches counts."""
     path = write(tmp_path, factors(Q), **settings)
-    assert read_adapter(path).modules[Q].scale == scale
+    assert open_adapter(path).read().modules[Q].scale == scale
 
 
 @pytest.mark.parametrize(
@@ -174,13 +174,13 @@ def test_what_would_change_the_result_is_refused_before_tensors_are_read(tmp_pat
     (path / "adapter_model.safetensors").write_bytes(b"no tensors")
     (key,) = setting
     with pytest.raises(UnsupportedError, match=rf"config\.json: {key}.* not supported") as caught:
-        read_adapter(path)
+        open_adapter(path).read()
     assert "merge it into its model" in caught.value.remedy
 
 
 def test_the_remedy_for_changed_weights_is_peft_s_conversion(tmp_path):
     with pytest.raises(UnsupportedError) as caught:
-        read_adapter(write(tmp_path, init_lora_weights="pissa"))
+        open_adapter(write(tmp_path, init_lora_weights="pissa")).read()
     assert "path_initial_model_for_weight_conversion" in caught.value.remedy
 
 
@@ -194,7 +194,7 @@ def test_a_model_is_no_adapter(tmp_path):
 def test_an_alpha_beyond_any_use_is_refused(tmp_path):
     for settings in ({"lora_alpha": 1e30}, {"alpha_pattern": {"q_proj": 1e30}}):
         with pytest.raises(UnsupportedError, match=r"1e\+30 is not supported"):
-            read_adapter(write(tmp_path, **settings))
+            open_adapter(write(tmp_path, **settings)).read()
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_an_alpha_beyond_any_use_is_refused(tmp_path):
 )
 def test_impossible_settings_are_refused(tmp_path, settings, cause):
     with pytest.raises(CheckpointError, match=cause):
-        read_adapter(write(tmp_path, **settings))
+        open_adapter(write(tmp_path, **settings)).read()
 
 
 @pytest.mark.parametrize(
@@ -236,22 +236,22 @@ def test_impossible_settings_are_refused(tmp_path, settings, cause):
 def test_other_tensors_are_named_and_refused(tmp_path, name):
     path = write(tmp_path, factors(Q) | {name: torch.ones(4, 6)})
     with pytest.raises(UnsupportedError) as caught:
-        read_adapter(path)
+        open_adapter(path).read()
     assert name in caught.value.cause
 
 
 def test_a_module_has_both_factors_once(tmp_path):
     tensors = factors(Q)
     with pytest.raises(CheckpointError, match="in two ways"):
-        read_adapter(write(tmp_path, tensors | factors(Q, adapter=".default")))
+        open_adapter(write(tmp_path, tensors | factors(Q, adapter=".default"))).read()
     half = {DOWN: tensors[DOWN], UP.replace("model.layers", "layers"): tensors[UP]}
     with pytest.raises(CheckpointError, match="in two ways"):
-        read_adapter(write(tmp_path, half))
+        open_adapter(write(tmp_path, half)).read()
     for name in (DOWN, UP):
         with pytest.raises(CheckpointError, match=f"holds {name} without its pair"):
-            read_adapter(write(tmp_path, {name: tensors[name]}))
+            open_adapter(write(tmp_path, {name: tensors[name]})).read()
     with pytest.raises(CheckpointError, match="holds no tensors"):
-        read_adapter(write(tmp_path, {}))
+        open_adapter(write(tmp_path, {})).read()
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_a_module_has_both_factors_once(tmp_path):
 )
 def test_broken_factors_are_refused(tmp_path, name, tensor, cause):
     with pytest.raises(CheckpointError, match=cause) as caught:
-        read_adapter(write(tmp_path, factors(Q) | {name: tensor}))
+        open_adapter(write(tmp_path, factors(Q) | {name: tensor})).read()
     assert name in caught.value.cause
 
 
@@ -290,7 +290,7 @@ def test_stacks_of_experts_are_peft_s(tmp_path):
     tensors = stacks(".base_layer") | stacks("", rank=2)
     settings = {"target_parameters": BOTH, "rank_pattern": {"experts.down_proj": 2}}
     settings["alpha_pattern"] = {"gate_up_proj": 12}
-    found = read_adapter(write(tmp_path, tensors | factors(Q), **settings))
+    found = open_adapter(write(tmp_path, tensors | factors(Q), **settings)).read()
     assert found.modules.keys() == {Q}
     assert found.changed - found.modules.keys() - found.stacks.keys() == {EXPERTS}
     assert found.rank == 4
@@ -315,7 +315,7 @@ def test_stacks_of_experts_are_peft_s(tmp_path):
     ],
 )
 def test_mixtral_s_modules_have_the_names_that_came_after(tmp_path, one, other):
-    found = read_adapter(write(tmp_path, factors(f"layers.0.{one}")))
+    found = open_adapter(write(tmp_path, factors(f"layers.0.{one}"))).read()
     assert found.modules.keys() == {f"layers.0.{other}"}
 
 
@@ -341,22 +341,22 @@ def test_mixtral_s_modules_have_the_names_that_came_after(tmp_path, one, other):
 )
 def test_broken_stacks_are_refused(tmp_path, tensors, parameters, cause):
     with pytest.raises(CheckpointError, match=cause):
-        read_adapter(write(tmp_path, tensors, target_parameters=list(parameters)))
+        open_adapter(write(tmp_path, tensors, target_parameters=list(parameters))).read()
 
 
 def test_factors_of_integers_are_refused(tmp_path):
     with pytest.raises(UnsupportedError, match="has dtype I8"):
-        read_adapter(write(tmp_path, factors(Q) | {UP: torch.ones(10, 4).to(torch.int8)}))
+        open_adapter(write(tmp_path, factors(Q) | {UP: torch.ones(10, 4).to(torch.int8)})).read()
 
 
 def test_files_that_are_missing_or_broken(tmp_path):
     with pytest.raises(CheckpointError, match=r"nowhere holds no adapter_config\.json"):
-        read_adapter(tmp_path / "nowhere")
+        open_adapter(tmp_path / "nowhere").read()
     path = write(tmp_path)
     weights = path / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is truncated"):
-        read_adapter(path)
+        open_adapter(path).read()
     weights.unlink()
     with pytest.raises(CheckpointError, match=r"holds no adapter_model\.safetensors or"):
-        read_adapter(path)
+        open_adapter(path).read()

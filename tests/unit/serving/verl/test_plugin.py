@@ -17,7 +17,7 @@ from helpers.adapters import in_memory, write_adapter
 from helpers.checkpoints import write_llama
 from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError, UnsupportedError
-from sametoken.models.load.adapter import read_adapter
+from sametoken.models.load.adapter import open_adapter
 from sametoken.serving.verl.server import RolloutServer, engine_config, lora_rank_of
 from sametoken.types.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
@@ -141,7 +141,7 @@ def test_an_adapter_goes_to_the_server_as_peft_saves_it(trainer, tmp_path):
         found.append([*load_file(file)])
 
     def read(directory, global_steps):
-        found.append((read_adapter(directory).modules, global_steps))
+        found.append((open_adapter(directory).read().modules, global_steps))
 
     adapter = trainer(update_weights=read_base, update_adapter=read)
     name = "model.layers.0.self_attn.q_proj"
@@ -150,7 +150,7 @@ def test_an_adapter_goes_to_the_server_as_peft_saves_it(trainer, tmp_path):
         more = {"peft_config": own["config"], "base_sync_done": done, "global_steps": 4}
         asyncio.run(adapter.update_weights(iter(tensors.items()), **more))
     assert sorted(found[0]) == [f"{name}.weight", "model.norm.weight"]
-    (modules, steps), expected = found[1], read_adapter(path).modules
+    (modules, steps), expected = found[1], open_adapter(path).read().modules
     assert (steps, modules.keys()) == (4, expected.keys())
     for name, one in expected.items():
         assert torch.equal(modules[name].down, one.down)

@@ -43,11 +43,9 @@ says 24, 30 and 36, which only inputs can be. All default to (2, n // 2, n - 3) 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,8 +137,7 @@ def _head_config(settings: Settings) -> Eagle3Config:
             f"{location} describes a {short(kind)} drafter", 'use a head for the method "eagle3"'
         )
     layer = read_layer_config(settings)
-    nested = settings.nested("eagle_config")
-    own = Settings(nested, f"{location}: eagle_config")
+    own = Settings(settings.nested("eagle_config"), f"{location}: eagle_config")
     # SafeAILab's own code builds one layer, whatever the number; some of its heads say 40.
     says_depth = "speculators_model_type" in config or "eagle_config" in config
     refuse(
@@ -149,7 +146,7 @@ def _head_config(settings: Settings) -> Eagle3Config:
         (config.get("fc_norm") and config.get("norm_before_fc"), "norms in two places before fc"),
     )
     target_hidden_size = settings.integer("target_hidden_size", layer.hidden_size)
-    aux_layer_ids = _aux_layer_ids(config, nested, location)
+    aux_layer_ids = _aux_layer_ids(settings, own)
     if not own.switch("use_aux_hidden_state", default=True):
         is_other = target_hidden_size != layer.hidden_size
         refuse(location, (is_other, "no fc and another hidden size than its target's"))
@@ -170,11 +167,9 @@ def _head_config(settings: Settings) -> Eagle3Config:
     )
 
 
-def _aux_layer_ids(
-    config: Mapping[str, Any], nested: Mapping[str, Any], location: str
-) -> tuple[int, ...] | None:
-    key = "eagle_aux_hidden_state_layer_ids"
-    ids = config.get(key) or nested.get(key)
+def _aux_layer_ids(settings: Settings, nested: Settings) -> tuple[int, ...] | None:
+    key, location = "eagle_aux_hidden_state_layer_ids", settings.location
+    ids = settings.get(key) or nested.get(key)
     if not ids:
         return None
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i <= MAX_LAYERS for i in ids):
@@ -183,8 +178,8 @@ def _aux_layer_ids(
         )
     if len(ids) > MAX_LAYERS:
         raise CheckpointError(f"{location}: {key} names {len(ids)} layers", COMPARE)
-    is_sglang = config.get("eagle_aux_layer_semantics") == "sglang"
-    of_outputs = is_sglang if config.get(key) else ids[0] == 1
+    is_sglang = settings.get("eagle_aux_layer_semantics") == "sglang"
+    of_outputs = is_sglang if settings.get(key) else ids[0] == 1
     return tuple(i + of_outputs for i in ids)
 
 

@@ -37,7 +37,7 @@ from sametoken.layers.norm import RMSNorm
 from sametoken.layers.residual import DecoderLayer
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import attention_cache, load_centred_norm, rotary_of
-from sametoken.models.decoder import DERIVED_TENSORS, Decoder
+from sametoken.models.decoder import Decoder
 from sametoken.models.ernie4_5 import Ernie4_5_MoeForCausalLM
 from sametoken.models.heads.mtp_dense import ErnieForm, MiMoForm
 from sametoken.models.heads.mtp_form import (
@@ -45,7 +45,7 @@ from sametoken.models.heads.mtp_form import (
     Module,
     ModuleCheckpoint,
     ModuleForm,
-    MTPHead,
+    ModuleHead,
 )
 from sametoken.models.heads.mtp_nemotron_h import NemotronHForm
 from sametoken.models.heads.reader import HeadReader
@@ -121,7 +121,7 @@ def _form_of(config: ModelConfig, directory: Path) -> ModuleForm:
     return found[0]
 
 
-class MTPCheckpoint(ModuleCheckpoint[MTPHead]):
+class MTPCheckpoint(ModuleCheckpoint[ModuleHead]):
     """The module in the target's directory.
 
     Raises:
@@ -129,15 +129,13 @@ class MTPCheckpoint(ModuleCheckpoint[MTPHead]):
         UnsupportedError: an architecture without an MTP module, or an unsupported form of it.
     """
 
-    unused_tensors = DERIVED_TENSORS
-
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         super().__init__(directory, load_format=load_format)
         self._form = _form_of(self.config, directory)
         self.prefix = self._form.prefix
         settings = Settings(self.config.extra, str(directory))
         claimed = self._form.num_layers(settings)
-        self._require_module("multi-token-prediction", self.prefix, claimed, self._form.fusion)
+        self._require_module("multi-token-prediction", claimed, self._form.fusion)
         self._form.require(settings)
 
     def is_divisible(self, size: int) -> bool:
@@ -152,7 +150,7 @@ class MTPCheckpoint(ModuleCheckpoint[MTPHead]):
         """See ``HeadCheckpoint``."""
         return (attention_cache(self.config, dtype),)
 
-    def _build(self, reader: HeadReader) -> MTPHead:
+    def _build(self, reader: HeadReader) -> ModuleHead:
         return self._form.head(
             kernels=reader.weights.kernels,
             embedding=reader.shared.embedding,

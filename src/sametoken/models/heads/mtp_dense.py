@@ -32,7 +32,7 @@ from sametoken.layers.residual import DecoderLayer
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.blocks import load_attention, load_mlp, load_norm, rotary_of
 from sametoken.models.ernie4_5 import load_paired_attention
-from sametoken.models.heads.mtp_form import Module, ModuleForm, MTPHead
+from sametoken.models.heads.mtp_form import Module, ModuleForm, ModuleHead
 from sametoken.models.heads.reader import HeadReader
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, WeightReader
@@ -75,7 +75,7 @@ class ErnieForm(_DenseForm):
         return Linear(weights.projection(weights.kernels.pack(matrix)), parts=(part,))
 
 
-class MiMoHead(MTPHead):
+class MiMoHead(ModuleHead):
     """See ``ModuleHead``; the state comes before the embedding, and from before the final norm."""
 
     zeroes_first = True

@@ -20,6 +20,7 @@ from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.residual import DecoderLayer
 from sametoken.models.base import ModelConfig
+from sametoken.models.decoder import DERIVED_TENSORS
 from sametoken.models.heads.base import (
     EagleHead,
     Head,
@@ -64,11 +65,18 @@ class ModuleHead(EagleHead):
     Attributes:
         module: the weights of its own.
         zeroes_first: whether the embedding of the row at position 0 is zeroed.
+        feeds_normed: whether the next row takes the state after the last norm, as the logits do.
     """
 
     zeroes_first: ClassVar[bool] = False
+    feeds_normed: ClassVar[bool] = True
 
     module: Module
+
+    @staticmethod
+    def aux_layers(num_target_layers: int) -> tuple[int, ...]:
+        """See ``HeadCheckpoint.aux_layers``."""
+        return ()
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +97,7 @@ class ModuleHead(EagleHead):
         x = layer.input_norm(residual)
         last, residual = layer(x, residual, module.norm, rows, cache.layers[0], kept=kept)
         assert isinstance(last, Tensor)
-        return self._states(last, residual)
+        return HeadStates(last, last if self.feeds_normed else residual)
 
     def _inputs(self, token_ids: Tensor, hidden: Tensor, rows: AttentionRows) -> Tensor:
         """[T, 2h]: normed embeddings beside normed states."""
@@ -101,26 +109,11 @@ class ModuleHead(EagleHead):
             both[:, : hidden.shape[1]].masked_fill_((rows.positions == 0)[:, None], 0.0)
         return both
 
-    @abstractmethod
-    def _states(self, normed: Tensor, residual: Tensor) -> HeadStates:
-        """Of the state [R, hidden] after the last norm, and before it."""
-        ...
-
-
-class MTPHead(ModuleHead):
-    """See ``ModuleHead``; logits and the next row's state are of one state, after the norm."""
-
-    @staticmethod
-    def aux_layers(num_target_layers: int) -> tuple[int, ...]:
-        """See ``HeadCheckpoint.aux_layers``."""
-        return ()
-
-    def _states(self, normed: Tensor, residual: Tensor) -> HeadStates:
-        return HeadStates(normed, normed)
-
 
 class ModuleCheckpoint(HeadCheckpoint[Head]):
     """A module in the target's directory."""
+
+    unused_tensors = DERIVED_TENSORS
 
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         super().__init__(directory, load_format=load_format)
@@ -150,12 +143,11 @@ class ModuleCheckpoint(HeadCheckpoint[Head]):
         """See ``HeadCheckpoint``; its sizes are the target's."""
         return True
 
-    def _require_module(self, kind: str, prefix: str, num_layers: object, fusion: str) -> None:
+    def _require_module(self, kind: str, num_layers: object, fusion: str) -> None:
         """Refuse a checkpoint without a module, or with one that is not implemented.
 
         Args:
             kind: of module, for messages.
-            prefix: of its tensors.
             num_layers: that the config claims, unchecked.
             fusion: as in ``ModuleForm``.
 
@@ -174,8 +166,8 @@ class ModuleCheckpoint(HeadCheckpoint[Head]):
         is_stored = self._is_dummy or any(name.startswith(f"{fusion}.") for name in stored)
         if num_layers == 0 or not is_stored:
             raise CheckpointError(
-                f"{self._directory} holds no {kind} module ({prefix}*): it was trained without "
-                "one, or a conversion dropped it",
+                f"{self._directory} holds no {kind} module ({self.prefix}*): it was trained "
+                "without one, or a conversion dropped it",
                 f"use the published checkpoint, or {ANOTHER_METHOD}",
             )
 
@@ -191,7 +183,7 @@ class ModuleForm(ABC):
 
     prefix: ClassVar[str]
     fusion: ClassVar[str]
-    head: ClassVar[type[MTPHead]] = MTPHead
+    head: ClassVar[type[ModuleHead]] = ModuleHead
 
     def num_layers(self, settings: Settings) -> object:
         """The number of modules that a config claims, unchecked; without a claim one."""

@@ -24,15 +24,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from sametoken.errors import UnsupportedError
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.residual import DecoderLayer
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_norm
-from sametoken.models.decoder import DERIVED_TENSORS, HEAD
-from sametoken.models.heads.base import HeadStates
+from sametoken.models.decoder import HEAD
 from sametoken.models.heads.mtp_form import ANOTHER_METHOD, Module, ModuleCheckpoint, ModuleHead
 from sametoken.models.heads.reader import HeadReader
 from sametoken.models.load.kv_scheme import has_scales, with_scales
@@ -51,10 +49,7 @@ _EMBEDDING = "model.embed_tokens"
 class NextNHead(ModuleHead):
     """See ``ModuleHead``; the next row's state is the one before the norm."""
 
-    zeroes_first = True
-
-    def _states(self, normed: Tensor, residual: Tensor) -> HeadStates:
-        return HeadStates(normed, residual)
+    zeroes_first, feeds_normed = True, False
 
 
 class NextNCheckpoint(ModuleCheckpoint[NextNHead]):
@@ -65,15 +60,13 @@ class NextNCheckpoint(ModuleCheckpoint[NextNHead]):
         UnsupportedError: an architecture without a NextN module, or one of several layers.
     """
 
-    unused_tensors = DERIVED_TENSORS
-
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         super().__init__(directory, load_format=load_format)
         self._family = _family_of(self.config, directory)
         self.prefix = nextn_prefix(self.config)
         settings = Settings(self.config.extra, str(directory))
         claimed = settings.get("num_nextn_predict_layers", 1)
-        self._require_module("NextN", self.prefix, claimed, f"{self.prefix}eh_proj")
+        self._require_module("NextN", claimed, f"{self.prefix}eh_proj")
 
     def caches(self, dtype: torch.dtype) -> tuple[LayerCache, ...]:
         """See ``HeadCheckpoint``; the one of the target's last layer."""

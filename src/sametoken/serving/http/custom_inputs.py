@@ -28,9 +28,8 @@ def with_inputs(parser: Parser, names: Collection[str]) -> Parser:
 
     def parse(text: str, finished: bool) -> Parsed:
         parsed = parser(text, finished)
-        rest = parsed.rest
-        if rest is not None:
-            rest = replace(rest, parser=with_inputs(rest.parser, names))
+        rest = parsed.rest_for(parser)
+        rest = replace(rest, parser=with_inputs(rest.parser, names))
         return parsed_of(map(of_input, parsed.parts), rest)
 
     return parse

@@ -68,6 +68,10 @@ class Parsed:
         texts = FoundText("reasoning", self.reasoning), FoundText("content", self.content)
         return (*(one for one in texts if one.text), *self.calls)
 
+    def rest_for(self, parser: Parser) -> Rest:
+        """Its rest; of a text that is to be read whole again, all of it by its parser."""
+        return self.rest or Rest(0, parser, len(self.parts))
+
 
 #: Maps the text so far, and whether it is finished, to its parts.
 Parser = Callable[[str, bool], Parsed]
@@ -148,7 +152,7 @@ class GrowingAnswer:
         text = "".join(self._pieces)
         parsed = self._parser(text, finished)
         new = _new_parts(self._told, parsed.parts)
-        rest = parsed.rest or Rest(0, self._parser, len(parsed.parts))
+        rest = parsed.rest_for(self._parser)
         self._parser, self._pieces = rest.parser, [text[rest.start :]]
         self._size = self._num_parsed = len(text) - rest.start
         self._told = parsed_of(parsed.parts[len(parsed.parts) - rest.num_parts :])
@@ -183,13 +187,11 @@ def with_one_call(parser: Parser) -> Parser:
 def _with_calls(parser: Parser, most: int) -> Parser:
     def parse(text: str, finished: bool) -> Parsed:
         parsed = parser(text, finished)
-        rest, end = parsed.rest, len(parsed.parts)
-        if rest is not None:
-            end -= rest.num_parts
+        rest = parsed.rest_for(parser)
+        end = len(parsed.parts) - rest.num_parts
         before, left = _with_first_calls(parsed.parts[:end], most)
         own, _ = _with_first_calls(parsed.parts[end:], left)
-        if rest is not None:
-            rest = Rest(rest.start, _with_calls(rest.parser, left), len(own))
+        rest = Rest(rest.start, _with_calls(rest.parser, left), len(own))
         return parsed_of((*before, *own), rest)
 
     return parse

@@ -212,13 +212,9 @@ class ThinkForm:
 
 def _then(reasoning: str, found: Parsed, start: int, content: Parser) -> Parsed:
     """Reasoning, and what its parser found in the content from ``start`` on."""
-    own = _rest_of(found, content)
+    own = found.rest_for(content)
     parts = (FoundText("reasoning", reasoning), *found.parts)
     return parsed_of(parts, replace(own, start=start + own.start))
-
-
-def _rest_of(found: Parsed, parser: Parser) -> Rest:
-    return found.rest or Rest(0, parser, len(found.parts))
 
 
 def _between(marks: tuple[str, str], content: Parser) -> Parser:
@@ -249,7 +245,7 @@ def _before(end: str, content: Parser) -> Parser:
         else:
             known = len(text) if finished else len(text[: num_safe(trimmed, end)].rstrip())
         found = content(text[:known], finished)
-        own = _rest_of(found, content)
+        own = found.rest_for(content)
         return parsed_of(found.parts, replace(own, parser=_before(end, own.parser)))
 
     return parse
@@ -297,9 +293,8 @@ def _with_content(parser: Parser, content: Parser) -> Parser:
     def parse(text: str, finished: bool) -> Parsed:
         found = parser(text, finished)
         if not found.content:
-            rest = found.rest
-            if rest is not None:
-                rest = replace(rest, parser=_with_content(rest.parser, content))
+            rest = found.rest_for(parser)
+            rest = replace(rest, parser=_with_content(rest.parser, content))
             return replace(found, rest=rest)
         answer, parts = GrowingAnswer(content), list[NewPart]()
         for part in found.parts:

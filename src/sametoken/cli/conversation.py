@@ -25,7 +25,12 @@ from sametoken.errors import (
 from sametoken.io.files import write_text
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.parsed import Parser, parse_nothing
-from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, RenderedPrompt, with_marks
+from sametoken.serving.http.reasoning_parsers import (
+    REASONING_FORMS,
+    ComingAnswer,
+    RenderedPrompt,
+    with_marks,
+)
 from sametoken.serving.http.tool_parsers import parser_of_template
 from sametoken.types.lora_modules import require_adapter
 from sametoken.types.option_values import NO_FILE, suggestion
@@ -215,8 +220,8 @@ class Chat:
             return params, parse_nothing
         form = REASONING_FORMS[name]
         rendered = RenderedPrompt(prompt.text or "")
-        parser = form.parser(rendered, parse_nothing, shows_marks=False, is_constrained=False)
-        return with_marks(params, form, tokenizer, ()), parser
+        answer = ComingAnswer(rendered, parse_nothing, shows_marks=False)
+        return with_marks(params, form, tokenizer, ()), form.parser(answer)
 
     def again(self, argument: str) -> None:
         """Answer the last question again."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from helpers.chat_model import SPECIAL, byte_tokenizer
 from sametoken.cli.streaming import ACCEPTED_STYLE, REASONING_STYLE, content_of, shown
 from sametoken.serving.http.parsed import parse_nothing
-from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, RenderedPrompt
+from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, ComingAnswer, RenderedPrompt
 from sametoken.types.outputs import (
     CompletionOutput,
     RequestMetrics,
@@ -58,9 +58,8 @@ def show(text: str, form: str | None, prompt: str = "") -> list[tuple[str, str |
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(special))
     parser = parse_nothing
     if form is not None:
-        parser = REASONING_FORMS[form].parser(
-            RenderedPrompt(prompt), parse_nothing, shows_marks=False, is_constrained=False
-        )
+        answer = ComingAnswer(RenderedPrompt(prompt), parse_nothing, shows_marks=False)
+        parser = REASONING_FORMS[form].parser(answer)
     pieces: list = []
     answers, aside = Piece("answers", pieces), Piece("aside", pieces)
     outputs = shown(outputs_of(text, tokenizer), tokenizer, answers, parser, aside, marks=True)
@@ -106,8 +105,7 @@ def test_accepted_drafts_are_green_in_the_content_alone():
 
 
 def test_the_content_is_what_goes_on_the_conversation():
-    parser = REASONING_FORMS["deepseek_r1"].parser(
-        RenderedPrompt(""), parse_nothing, shows_marks=False, is_constrained=False
-    )
+    answer = ComingAnswer(RenderedPrompt(""), parse_nothing, shows_marks=False)
+    parser = REASONING_FORMS["deepseek_r1"].parser(answer)
     assert content_of(parser("hm</think>\n\nyes\n", True)) == "yes\n"
     assert content_of(parse_nothing("\nyes", True)) == "\nyes"

@@ -64,28 +64,6 @@ _WHOLE = _header(r"\w*+", r"[^\s<]*+")
 _CUT = _header("(?:analysis|commentary|final)?+", "(?:json)?+")
 
 
-def harmony_parser(
-    prompt: str,
-    *,
-    finds_calls: bool,
-    shows_marks: bool,
-    is_constrained: bool = False,
-    functions: Collection[str] = (),
-) -> Parser:
-    """The parser for answers to a prompt.
-
-    Args:
-        prompt: the rendered prompt, whose last message the answer continues.
-        finds_calls: otherwise messages to functions are content.
-        shows_marks: whether marks without a meaning where they stand are shown.
-        is_constrained: whether a grammar holds in channel final, or from the first token on, so
-            that all else is reasoning.
-        functions: names that are those of functions without their prefix too.
-    """
-    form = _Form(finds_calls, shows_marks, is_constrained, functions)
-    return form.parser(_Message(), _begun(prompt))
-
-
 @dataclass(frozen=True, slots=True)
 class _Message:
     """The message that is being read, outside of its header.
@@ -102,19 +80,27 @@ class _Message:
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class Harmony:
     """How answers are read.
 
     Attributes:
-        finds_calls, shows_marks, is_constrained, functions: see ``harmony_parser``.
+        finds_calls: otherwise messages to functions are content.
+        shows_marks: whether marks without a meaning where they stand are shown.
+        is_constrained: whether a grammar holds in channel final, or from the first token on, so
+            that all else is reasoning.
+        functions: names that are those of functions without their prefix too.
     """
 
     finds_calls: bool
     shows_marks: bool
-    is_constrained: bool
-    functions: Collection[str]
+    is_constrained: bool = False
+    functions: Collection[str] = ()
 
-    def parser(self, message: _Message, begun: str = "") -> Parser:
+    def parser(self, prompt: str) -> Parser:
+        """The parser for answers to a rendered prompt, whose last message they continue."""
+        return self.parser_in(_Message(), _begun(prompt))
+
+    def parser_in(self, message: _Message, begun: str = "") -> Parser:
         """The parser of a text that goes on in a message, or after a begun header."""
 
         def parse(text: str, finished: bool) -> Parsed:
@@ -169,7 +155,7 @@ class _Reader:
         num_begun: number of leading characters that are not shown.
     """
 
-    def __init__(self, form: _Form, message: _Message, whole: str, num_begun: int) -> None:
+    def __init__(self, form: Harmony, message: _Message, whole: str, num_begun: int) -> None:
         self._form = form
         self._whole = whole
         self._num_begun = num_begun
@@ -223,7 +209,7 @@ class _Reader:
             end, num_parts = self._arguments, 1
         if self._header is not None or end < self._num_begun:
             return parsed_of(self._parts)
-        rest = Rest(end - self._num_begun, self._form.parser(message), num_parts)
+        rest = Rest(end - self._num_begun, self._form.parser_in(message), num_parts)
         return parsed_of(self._parts, rest)
 
     def _takes_channel(self, end: int) -> bool:
@@ -285,4 +271,4 @@ class _Reader:
 
 
 #: For calls in answers to prompts that end where the assistant's message begins.
-parse_harmony = harmony_parser(f"{_START}assistant", finds_calls=True, shows_marks=False)
+parse_harmony = Harmony(finds_calls=True, shows_marks=False).parser(f"{_START}assistant")

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from sametoken.serving.http.harmony import ENDS, MARKS, before_final, harmony_parser
+from sametoken.serving.http.harmony import ENDS, MARKS, Harmony, before_final
 from sametoken.serving.http.marked_calls import END
 from sametoken.serving.http.parsed import (
     Encode,
@@ -58,6 +58,25 @@ class RenderedPrompt:
     token_ids: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ComingAnswer:
+    """What is known of an answer that is to be parsed.
+
+    Attributes:
+        prompt: of the answer.
+        content: the parser of its content.
+        shows_marks: whether marks without a meaning are shown.
+        is_constrained: whether all content is a grammar's, which begins after ``before_content``.
+        functions: names of those that it may call.
+    """
+
+    prompt: RenderedPrompt
+    content: Parser
+    shows_marks: bool
+    is_constrained: bool = False
+    functions: Collection[str] = ()
+
+
 class ReasoningForm(Protocol):
     """One form of reasoning."""
 
@@ -66,25 +85,8 @@ class ReasoningForm(Protocol):
         """What its parsers must see, special tokens or not."""
         ...
 
-    def parser(
-        self,
-        prompt: RenderedPrompt,
-        content: Parser,
-        *,
-        shows_marks: bool,
-        is_constrained: bool,
-        functions: Collection[str] = (),
-    ) -> Parser:
-        """The parser of answers.
-
-        Args:
-            prompt: of the answers.
-            content: the parser of the content.
-            shows_marks: whether marks without a meaning are shown.
-            is_constrained: whether all content is a grammar's, which begins after
-                ``before_content``.
-            functions: names of those that the answer may call.
-        """
+    def parser(self, answer: ComingAnswer) -> Parser:
+        """The parser of an answer."""
         ...
 
     def before_content(self, prompt: RenderedPrompt, encode: Encode) -> Reasoning | None:
@@ -126,24 +128,16 @@ class ThinkForm:
         """See ``ReasoningForm``."""
         return (self.start, self.end, *(self.answer or ()))
 
-    def parser(
-        self,
-        prompt: RenderedPrompt,
-        content: Parser,
-        *,
-        shows_marks: bool,
-        is_constrained: bool,
-        functions: Collection[str] = (),
-    ) -> Parser:
+    def parser(self, answer: ComingAnswer) -> Parser:
         """See ``ReasoningForm``."""
-        newest = self._newest_mark(prompt)
-        if self.answer is not None and not is_constrained:
+        newest, content = self._newest_mark(answer.prompt), answer.content
+        if self.answer is not None and not answer.is_constrained:
             content = _between(self.answer, content)
         if newest == self.end:
             return content
         has_begun = self.thinks_first or newest == self.start
         # A grammar begins at the mark alone.
-        ending = None if is_constrained else functions
+        ending = None if answer.is_constrained else answer.functions
 
         def think(text: str, finished: bool, start: int = 0) -> Parsed:
             end, rest = self._end_of_reasoning(text, start, ending)
@@ -153,17 +147,12 @@ class ThinkForm:
             return _then(text[start:end], content(text[rest:], finished), rest, content)
 
         def parse(text: str, finished: bool) -> Parsed:
-            first = len(text) - len(text.lstrip())
-            labelled = self.start + self.label
-            if not finished and labelled != text[first:] and labelled.startswith(text[first:]):
+            begin = _after_mark(text, self.start, self.label, finished=finished)
+            if begin is None:
                 return Parsed("")
-            is_marked = text.startswith(self.start, first)
-            if not is_marked and not has_begun:
+            if not begin and not has_begun:
                 return content(text, finished)
-            if not is_marked:
-                return think(text, finished)
-            mark = labelled if text.startswith(labelled, first) else self.start
-            return think(text, finished, first + len(mark))
+            return think(text, finished, begin)
 
         return parse
 
@@ -210,6 +199,20 @@ class ThinkForm:
         return num_safe(text, self.end, START, *_SECTIONS) if begun is None else begun.start()
 
 
+def _after_mark(text: str, mark: str, label: str, *, finished: bool) -> int | None:
+    """Where a text goes on after a mark at its beginning, and its label if that follows.
+
+    0 without the mark; None while that is not known.
+    """
+    first = len(text) - len(text.lstrip())
+    begun, labelled = text[first:], mark + label
+    if not finished and begun != labelled and labelled.startswith(begun):
+        return None
+    if not begun.startswith(mark):
+        return 0
+    return first + len(labelled if begun.startswith(labelled) else mark)
+
+
 def _then(reasoning: str, found: Parsed, start: int, content: Parser) -> Parsed:
     """Reasoning, and what its parser found in the content from ``start`` on."""
     own = found.rest_for(content)
@@ -223,13 +226,11 @@ def _between(marks: tuple[str, str], content: Parser) -> Parser:
     inside = _before(end, content)
 
     def parse(text: str, finished: bool) -> Parsed:
-        first = len(text) - len(text.lstrip())
-        line = f"{start}\n"
-        if not finished and line != text[first:] and line.startswith(text[first:]):
+        begin = _after_mark(text, start, "\n", finished=finished)
+        if begin is None:
             return Parsed("")
-        if not text.startswith(start, first):
+        if not begin:
             return content(text, finished)
-        begin = first + len(line if text.startswith(line, first) else start)
         return _then("", inside(text[begin:], finished), begin, inside)
 
     return parse
@@ -260,25 +261,12 @@ class HarmonyForm:
         """See ``ReasoningForm``."""
         return MARKS
 
-    def parser(
-        self,
-        prompt: RenderedPrompt,
-        content: Parser,
-        *,
-        shows_marks: bool,
-        is_constrained: bool,
-        functions: Collection[str] = (),
-    ) -> Parser:
+    def parser(self, answer: ComingAnswer) -> Parser:
         """See ``ReasoningForm``."""
-        parse = harmony_parser(
-            prompt.text,
-            finds_calls=content is not parse_nothing,
-            shows_marks=shows_marks,
-            is_constrained=is_constrained,
-            functions=functions,
-        )
-
-        return _with_content(parse, content) if is_constrained else parse
+        finds_calls = answer.content is not parse_nothing
+        form = Harmony(finds_calls, answer.shows_marks, answer.is_constrained, answer.functions)
+        parse = form.parser(answer.prompt.text)
+        return _with_content(parse, answer.content) if answer.is_constrained else parse
 
     def before_content(self, prompt: RenderedPrompt, encode: Encode) -> Reasoning | None:
         """See ``ReasoningForm``."""

@@ -19,6 +19,7 @@ from sametoken.serving.http.logprobs import LogprobsForm, chat_logprobs, positio
 from sametoken.serving.http.parsed import Parser
 from sametoken.serving.http.reasoning_parsers import (
     REASONING_FORMS,
+    ComingAnswer,
     RenderedPrompt,
     showing,
     with_marks,
@@ -290,7 +291,7 @@ class Served:
             )
         if structured is not None and before is None:
             return params, content
-        parser = form.parser(
+        answer = ComingAnswer(
             prompt,
             content,
             shows_marks=not params.skip_special_tokens,
@@ -299,7 +300,8 @@ class Served:
         )
         if before is not None:
             params = self._reasons_first(params, before, prompt)
-        return with_marks(params, form, tokenizer, self.engine.resolved.eos_token_ids), parser
+        params = with_marks(params, form, tokenizer, self.engine.resolved.eos_token_ids)
+        return params, form.parser(answer)
 
     def _reasons_first(
         self, params: SamplingParams, before: Reasoning, prompt: RenderedPrompt

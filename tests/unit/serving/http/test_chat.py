@@ -15,7 +15,7 @@ from helpers.fake_engine import FakeEngine
 from sametoken.serving.http.chat import _Answer, _ChoiceWriter
 from sametoken.serving.http.harmony import MARKS
 from sametoken.serving.http.parsed import parse_nothing
-from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, RenderedPrompt
+from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, ComingAnswer, RenderedPrompt
 from sametoken.serving.http.schemas import ChatRequest
 from sametoken.serving.http.served import Served
 from sametoken.serving.http.tool_parsers import FIRST_MARKS
@@ -578,9 +578,8 @@ def test_reasoning_has_a_field_of_its_own(serve):
 
 def test_long_reasoning_is_streamed_as_it_comes():
     request = ChatRequest(messages=USER)
-    form = REASONING_FORMS["deepseek_r1"]
-    prompt = RenderedPrompt("")
-    parser = form.parser(prompt, parse_nothing, shows_marks=False, is_constrained=False)
+    answer = ComingAnswer(RenderedPrompt(""), parse_nothing, shows_marks=False)
+    parser = REASONING_FORMS["deepseek_r1"].parser(answer)
     use = ToolUse(None, parser, None, reasoning="deepseek_r1")
     served = Served(engine=None, config=None, times=None, defaults=None)
     writer = _ChoiceWriter(_Answer(request, use, "chatcmpl-1", "m", served), 0)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.parsing import assert_adds_up
-from sametoken.serving.http.harmony import MARKS, harmony_parser, parse_harmony
+from sametoken.serving.http.harmony import MARKS, Harmony, parse_harmony
 from sametoken.serving.http.parsed import FoundCall, Parsed
 
 PROMPT = "<|start|>user<|message|>hi<|end|><|start|>assistant"
@@ -71,7 +71,7 @@ ANSWERS = {
 
 @pytest.mark.parametrize(("text", "expected"), ANSWERS.items())
 def test_an_answer(text, expected):
-    assert harmony_parser(PROMPT, finds_calls=True, shows_marks=False)(text, True) == expected
+    assert Harmony(finds_calls=True, shows_marks=False).parser(PROMPT)(text, True) == expected
     assert parse_harmony(text, True) == expected
     assert_adds_up(parse_harmony, text)
 
@@ -87,19 +87,19 @@ def test_an_answer(text, expected):
     ],
 )
 def test_a_prompt_may_leave_a_message_open(prompt, text, expected):
-    parser = harmony_parser(prompt, finds_calls=True, shows_marks=False)
+    parser = Harmony(finds_calls=True, shows_marks=False).parser(prompt)
     assert parser(text, True) == expected
     assert_adds_up(parser, text)
 
 
 def test_without_tools_a_call_is_content():
     text = call("<|channel|>commentary to=functions.add json")
-    parser = harmony_parser(PROMPT, finds_calls=False, shows_marks=False)
+    parser = Harmony(finds_calls=False, shows_marks=False).parser(PROMPT)
     assert parser(text, True) == Parsed('{"a": 1}')
 
 
 def test_marks_without_a_meaning_are_shown_on_request():
-    parser = harmony_parser(PROMPT, finds_calls=True, shows_marks=True)
+    parser = Harmony(finds_calls=True, shows_marks=True).parser(PROMPT)
     text = "<|channel|>final<|message|>a<|constrain|>b<|end|>c<|start|>d<|channel|>e<|end|>"
     assert parser(text, True) == Parsed("a<|constrain|>b\nc\nd\n<|channel|>e")
     assert parser(f"{THINK}{FINAL}<|return|>", True) == Parsed("Yes.", (), "Hm.")
@@ -126,7 +126,7 @@ def test_a_stream_of_anything_adds_up_and_loses_no_text(pieces, finds_calls, sho
     text = "".join(f"({i})" if piece == "TEXT" else piece for i, piece in enumerate(pieces))
     # What comes after this mark is the type of the text that follows.
     texts = re.findall(r"\(\d+\)", re.sub(r"(<\|constrain\|>)\s*[^\s<]*", r"\1", text))
-    parser = harmony_parser(PROMPT, finds_calls=finds_calls, shows_marks=shows_marks)
+    parser = Harmony(finds_calls=finds_calls, shows_marks=shows_marks).parser(PROMPT)
     assert_adds_up(parser, text)
     found = parser(text, True)
     everywhere = found.content + found.reasoning + "".join(one.arguments for one in found.calls)

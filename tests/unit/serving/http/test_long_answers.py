@@ -11,7 +11,7 @@ from helpers.fake_engine import FakeEngine
 from sametoken.serving.http.harmony import parse_harmony
 from sametoken.serving.http.json_calls import parse_required
 from sametoken.serving.http.parsed import GrowingAnswer, Parser, parse_nothing, with_one_call
-from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, RenderedPrompt
+from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, ComingAnswer, RenderedPrompt
 from sametoken.serving.http.tool_parsers import TOOL_PARSERS, named_parser
 from sametoken.types.growing import Beginning, GrowingText
 
@@ -88,9 +88,8 @@ def num_read(parser: Parser, text: str) -> int:
 
 
 def think(name: str, content: Parser = parse_nothing) -> Parser:
-    return REASONING_FORMS[name].parser(
-        RenderedPrompt("hi"), content, shows_marks=False, is_constrained=False
-    )
+    answer = ComingAnswer(RenderedPrompt("hi"), content, shows_marks=False)
+    return REASONING_FORMS[name].parser(answer)
 
 
 HERMES, QWEN, GLM, MISTRAL, OLMO = (

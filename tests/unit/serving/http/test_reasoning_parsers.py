@@ -8,7 +8,7 @@ from helpers.parsing import assert_adds_up
 from sametoken.serving.http.harmony import MARKS
 from sametoken.serving.http.json_calls import parse_hermes, parse_required
 from sametoken.serving.http.parsed import FoundCall, Parsed, call_or_text, parse_nothing
-from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, RenderedPrompt
+from sametoken.serving.http.reasoning_parsers import REASONING_FORMS, ComingAnswer, RenderedPrompt
 from sametoken.serving.http.tool_parsers import TOOL_PARSERS, named_parser
 from sametoken.serving.http.xml_calls import glm_parser, qwen3_coder_parser
 from sametoken.types.structured_outputs import Reasoning
@@ -23,9 +23,8 @@ HARMONY = "<|start|>assistant"
 
 def parser_of(name, prompt=PLAIN, content=parse_nothing, *, is_constrained=False):
     rendered = RenderedPrompt(prompt)
-    return REASONING_FORMS[name].parser(
-        rendered, content, shows_marks=False, is_constrained=is_constrained, functions=("f",)
-    )
+    answer = ComingAnswer(rendered, content, False, is_constrained, functions=("f",))
+    return REASONING_FORMS[name].parser(answer)
 
 
 RESPONSE, ANSWER = "hm\n</think>\n\n<response>\n", "<answer>\na\n</answer>"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -156,25 +155,24 @@ class _Answer:
         told = UsageInStream(self.request.stream_options)
         writers = [_ChoiceWriter(self, index) for index in range(self.request.n)]
         begun = False
-        async with contextlib.aclosing(aiter(generation)) as progress:
-            async for one in progress:
-                if not begun:
-                    # What was requested of the prompt comes with the first token.
-                    if not any(each.num_tokens for each in one.output.outputs):
-                        continue
-                    first = [writer.begin() for writer in writers]
-                    read = partial(self._of_prompt, one.output)
-                    # The candidates of a prompt may be many.
-                    is_long = one.output.prompt_logprobs is not None
-                    of_prompt = await asyncio.to_thread(read) if is_long else read()
-                    yield self._make(ChatChunk, first, **told.every(one.output), **of_prompt)
-                    begun = True
-                for completion in one.output.outputs:
-                    choices = writers[completion.index].write(completion)
-                    self._note_versions(choices, one.output)
-                    every = told.every(one.output, completion)
-                    for choice in choices:
-                        yield self._make(ChatChunk, [choice], **every)
+        async for one in generation:
+            if not begun:
+                # What was requested of the prompt comes with the first token.
+                if not any(each.num_tokens for each in one.output.outputs):
+                    continue
+                first = [writer.begin() for writer in writers]
+                read = partial(self._of_prompt, one.output)
+                # The candidates of a prompt may be many.
+                is_long = one.output.prompt_logprobs is not None
+                of_prompt = await asyncio.to_thread(read) if is_long else read()
+                yield self._make(ChatChunk, first, **told.every(one.output), **of_prompt)
+                begun = True
+            for completion in one.output.outputs:
+                choices = writers[completion.index].write(completion)
+                self._note_versions(choices, one.output)
+                every = told.every(one.output, completion)
+                for choice in choices:
+                    yield self._make(ChatChunk, [choice], **every)
         (output,) = generation.outputs
         last = self._stats(output) | told.last([output])
         if last:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -158,17 +157,16 @@ class _Answer:
         """The response in chunks: each output's new part of each completion."""
         told = UsageInStream(self.request.stream_options)
         writers = self._writers()
-        async with contextlib.aclosing(aiter(generation)) as progress:
-            async for one in progress:
-                output = self._shown(one.output)
-                for completion in output.outputs:
-                    writer = writers[one.prompt_index][completion.index]
-                    if writer.has_new_output(completion):
-                        write = partial(writer.write, output, completion)
-                        # The candidates of a prompt may be many.
-                        is_long = output.prompt_logprobs is not None and not writer.begun
-                        choice = await asyncio.to_thread(write) if is_long else write()
-                        yield self._response([choice], **told.every(output, completion))
+        async for one in generation:
+            output = self._shown(one.output)
+            for completion in output.outputs:
+                writer = writers[one.prompt_index][completion.index]
+                if writer.has_new_output(completion):
+                    write = partial(writer.write, output, completion)
+                    # The candidates of a prompt may be many.
+                    is_long = output.prompt_logprobs is not None and not writer.begun
+                    choice = await asyncio.to_thread(write) if is_long else write()
+                    yield self._response([choice], **told.every(output, completion))
         last = self._stats(generation.outputs)
         last |= told.last(map(self._shown, generation.outputs))
         if last:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
@@ -28,11 +28,8 @@ from sametoken.serving.http.response_schemas import (
 from sametoken.serving.http.schemas import DETAILED, StreamOptions
 from sametoken.serving.http.times import RequestTimes
 from sametoken.types.outputs import CompletionOutput, RequestOutput, SpeculationMetrics
-from sametoken.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from sametoken.engine.user_inputs import PromptTokens
-    from sametoken.serving.async_llm import AsyncLLM
     from sametoken.serving.request_stream import RequestStream
 
 
@@ -59,77 +56,44 @@ def answer_id(request_id: str, given: str | None) -> str:
     return request_id if given is None else f"{request_id.partition('-')[0]}-{given}"
 
 
-class Generation:
-    """The prompts of one HTTP request in the engine.
+class Generation(AsyncIterator[Progress]):
+    """The prompts of one HTTP request in the engine: an iterator over their outputs, as they come.
 
     Args:
         streams: streams of the prompts, in order.
         times: observes every output.
+
+    Raises:
+        NumericalError, EngineDeadError: when read, a completion failed, which ends all of them.
+        ApiError: when read, a completion was aborted by the server.
     """
 
     def __init__(self, streams: Sequence[RequestStream], times: RequestTimes) -> None:
         self._streams = streams
         self._times = times
+        self._changed = asyncio.Event()
+        self._share(at_end=False)
+        # Those that were not looked at since something changed.
+        self._unread = enumerate(streams)
         self._read_at = [time.monotonic()] * len(streams)
         self.latest: list[RequestOutput | None] = [None] * len(streams)
 
-    @classmethod
-    async def begin(
-        cls,
-        engine: AsyncLLM,
-        prompts: Sequence[PromptTokens],
-        params: SamplingParams,
-        request_id: str,
-        times: RequestTimes,
-        adapter: str | None = None,
-    ) -> Generation:
-        """Begin all prompts, or none.
-
-        Args:
-            engine: the engine.
-            prompts: token ids, at least one prompt.
-            params: for all of them.
-            request_id: unique; prompt i is ``request_id-i``.
-            times: observes every output.
-            adapter: the name of the adapter of all of them; None: the model itself.
-
-        Raises:
-            RequestError, OverloadedError, DrainingError, EngineDeadError: the engine refuses
-                one of them.
-        """
-        requests = await engine.prepare(prompts, params, request_id, adapter)
-        streams: list[RequestStream] = []
-        try:
-            for request in requests:
-                streams.append(engine.begin(request))
-        except BaseException:
-            for stream in streams:
-                await stream.aclose()
-            raise
-        return cls(streams, times)
-
-    def __aiter__(self) -> AsyncGenerator[Progress, None]:
-        """Outputs of all prompts, as they come.
-
-        Raises:
-            NumericalError, EngineDeadError: a completion failed, which ends all of them.
-            ApiError: a completion was aborted by the server.
-        """
-        return self._read(at_end=False)
-
-    async def _read(self, *, at_end: bool) -> AsyncGenerator[Progress, None]:
-        """Read what there is whenever a prompt has more of it, or at the end of each."""
-        changed = asyncio.Event()
-        changed.set()
+    def _share(self, *, at_end: bool) -> None:
+        """Be woken whenever a prompt has more to read, or at the end of each."""
         for stream in self._streams:
-            stream.share(changed, at_end=at_end)
-        while not all(stream.is_read for stream in self._streams):
-            await changed.wait()
-            changed.clear()
-            for index, stream in enumerate(self._streams):
+            stream.share(self._changed, at_end=at_end)
+
+    async def __anext__(self) -> Progress:
+        while True:
+            for index, stream in self._unread:
                 if (output := stream.take()) is not None:
                     self._take(index, output)
-                    yield Progress(index, output)
+                    return Progress(index, output)
+            if all(stream.is_read for stream in self._streams):
+                raise StopAsyncIteration
+            await self._changed.wait()
+            self._changed.clear()
+            self._unread = enumerate(self._streams)
 
     async def __aenter__(self) -> Self:
         """Enter a block that aborts unfinished requests at its end."""
@@ -141,14 +105,10 @@ class Generation:
             await stream.aclose()
 
     async def finish(self) -> list[RequestOutput]:
-        """The finished outputs, one per prompt.
-
-        Raises:
-            NumericalError, EngineDeadError, ApiError: see ``__aiter__``.
-        """
-        async with contextlib.aclosing(self._read(at_end=True)) as progress:
-            async for _ in progress:
-                pass
+        """The finished outputs, one per prompt; errors as when they are read one by one."""
+        self._share(at_end=True)
+        async for _ in self:
+            pass
         return self.outputs
 
     @property

@@ -44,6 +44,7 @@ from sametoken.types.structured_outputs import Reasoning, StructuredOutputs
 
 if TYPE_CHECKING:
     from sametoken.serving.async_llm import AsyncLLM
+    from sametoken.serving.request_stream import RequestStream
 
 #: Template options that clients may not set: the server sets them, or they replace the template,
 #: itself or within ``chat_template_kwargs``.
@@ -150,16 +151,25 @@ class Served:
         """Begin all prompts of a request, or none.
 
         Args:
-            prompts: token ids.
+            prompts: token ids, at least one prompt.
             params: for all of them.
-            request_id: unique.
+            request_id: unique; prompt i is ``request_id-i``.
             name: of the model or of an adapter, as ``name`` gives it.
 
         Raises:
-            RequestError, OverloadedError, DrainingError, EngineDeadError: the engine refuses.
+            RequestError, OverloadedError, DrainingError, EngineDeadError: the engine refuses one.
         """
         adapter = None if name in self.names else name
-        return await Generation.begin(self.engine, prompts, params, request_id, self.times, adapter)
+        requests = await self.engine.prepare(prompts, params, request_id, adapter)
+        streams: list[RequestStream] = []
+        try:
+            for request in requests:
+                streams.append(self.engine.begin(request))
+        except BaseException:
+            for stream in streams:
+                await stream.aclose()
+            raise
+        return Generation(streams, self.times)
 
     def num_kept(self, asked: int | None, params: SamplingParams) -> int | None:
         """How many tokens are kept of each prompt; None: all, and one that is too long is refused.

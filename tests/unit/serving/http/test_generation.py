@@ -21,6 +21,7 @@ from sametoken.serving.http.generation import (
     usage,
     while_connected,
 )
+from sametoken.serving.http.served import Served
 from sametoken.serving.http.times import RequestTimes
 from sametoken.serving.request_stream import RequestStream
 from sametoken.types.outputs import RequestMetrics, RequestOutput
@@ -32,7 +33,8 @@ PARAMS = SamplingParams(n=2, max_tokens=64)
 async def begin(engine: FakeEngine, *texts: str) -> Generation:
     prompts = [engine.tokenize(text) for text in texts]
     times = RequestTimes(CollectorRegistry(), "toy")
-    return await Generation.begin(engine, prompts, PARAMS, "r", times)
+    served = Served(engine, ServerConfig(), times, engine.server_defaults())
+    return await served.begin(prompts, PARAMS, "r", served.name(None))
 
 
 async def test_prompts_run_beside_each_other_and_stay_apart():

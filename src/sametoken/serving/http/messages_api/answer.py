@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -105,17 +104,16 @@ class _Answer:
     async def stream(self, generation: Generation) -> AsyncGenerator[BaseModel, None]:
         """The message in events: of itself, and of its blocks."""
         writer, begun, num_characters = BlockWriter(self.parser, self.key), False, 0
-        async with contextlib.aclosing(aiter(generation)) as progress:
-            async for one in progress:
-                if not begun:
-                    message = self._message(one.output, [], (None, None))
-                    yield MessageEvent(type="message_start", message=message)
-                    begun = True
-                (completion,) = one.output.outputs
-                if completion.finish_reason is None:
-                    for event in writer.write(completion.text_from(num_characters)):
-                        yield event
-                    num_characters = completion.num_characters
+        async for one in generation:
+            if not begun:
+                message = self._message(one.output, [], (None, None))
+                yield MessageEvent(type="message_start", message=message)
+                begun = True
+            (completion,) = one.output.outputs
+            if completion.finish_reason is None:
+                for event in writer.write(completion.text_from(num_characters)):
+                    yield event
+                num_characters = completion.num_characters
         (output,) = generation.outputs
         (completion,) = output.outputs
         for event in writer.finish(completion.text_from(num_characters)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -96,20 +95,19 @@ class _Answer:
         """The response in events: of the response, of its items, and of their parts."""
         writer, begun = self._writer(), False
         num_tokens = num_characters = 0
-        async with contextlib.aclosing(aiter(generation)) as progress:
-            async for one in progress:
-                if not begun:
-                    response = self._response()
-                    for name in ("created", "in_progress"):
-                        yield event(name, response=response)
-                    begun = True
-                (completion,) = one.output.outputs
-                if completion.finish_reason is None:
-                    for step in self._steps(completion, num_tokens, num_characters):
-                        for each in writer.write(*step):
-                            yield each
-                    num_tokens = completion.num_tokens
-                    num_characters = completion.num_characters
+        async for one in generation:
+            if not begun:
+                response = self._response()
+                for name in ("created", "in_progress"):
+                    yield event(name, response=response)
+                begun = True
+            (completion,) = one.output.outputs
+            if completion.finish_reason is None:
+                for step in self._steps(completion, num_tokens, num_characters):
+                    for each in writer.write(*step):
+                        yield each
+                num_tokens = completion.num_tokens
+                num_characters = completion.num_characters
         (output,) = generation.outputs
         (completion,) = output.outputs
         for each in self._finish(writer, completion, num_tokens, num_characters):

@@ -5,42 +5,33 @@ They are answered if ``allow_runtime_lora_updating`` is set (docs/operating.md).
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
-from pydantic import Field
 
-from sametoken.serving.http.body import JsonRoute
-from sametoken.serving.http.rollouts import CONTROL_ERRORS, require_no_model, require_no_page
+from sametoken.serving.http.rollout_schemas import Text
+from sametoken.serving.http.rollouts import control_router, require_no_model
 from sametoken.serving.http.served import Served
 from sametoken.serving.http.unions import Strict
-
-_Text = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class LoadRequest(Strict):
     """An adapter in PEFT's format; ``load_inplace``: one of its name may be there."""
 
-    lora_name: _Text
-    lora_path: _Text
+    lora_name: Text
+    lora_path: Text
     load_inplace: bool = False
 
 
 class UnloadRequest(Strict):
     """An adapter by its name; ``lora_int_id`` is vLLM's number of it, and is not read."""
 
-    lora_name: _Text
+    lora_name: Text
     lora_int_id: int | None = None
 
 
 def adapter_routes(served: Served) -> APIRouter:
     """The routes by which adapters come and go."""
-    dependencies = [] if served.config.api_key else [Depends(require_no_page)]
-    router = APIRouter(
-        prefix="/v1", responses=CONTROL_ERRORS, route_class=JsonRoute, dependencies=dependencies
-    )
-    adapters = served.engine.adapters
+    adapters, router = served.engine.adapters, control_router(served, "/v1")
 
     @router.post("/load_lora_adapter", response_class=PlainTextResponse)
     async def load_lora_adapter(body: LoadRequest) -> str:

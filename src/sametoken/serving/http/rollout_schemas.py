@@ -40,6 +40,7 @@ def _in_format(value: bool) -> bool:
 Version = Annotated[
     int, BeforeValidator(_number, json_schema_input_type=int | str), Field(ge=0, lt=2**63)
 ]
+Text = Annotated[str, Field(min_length=1, max_length=4096)]
 PackedBytes = Annotated[int, Field(ge=1, lt=2**63)]
 _List = Field(max_length=_MAX_TENSORS, fail_fast=True)
 
@@ -57,14 +58,14 @@ class StartRequest(Strict):
 class StartLoRARequest(Strict):
     """Begin an update of an adapter: its name, and PEFT's adapter_config.json."""
 
-    lora_name: Annotated[str, Field(min_length=1, max_length=4096)]
+    lora_name: Text
     lora_config: dict[str, Any]
 
 
 class FinishLoRARequest(Strict):
     """Use the adapter of this name, whose tensors were sent."""
 
-    lora_name: Annotated[str, Field(min_length=1, max_length=4096)]
+    lora_name: Text
 
 
 class InitInfo(Strict):

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -54,7 +52,7 @@ if TYPE_CHECKING:
     from sametoken.serving.http.served import Served
 
 _COLUMNS = "names, dtype_names and shapes"
-CONTROL_ERRORS: dict[int | str, dict[str, Any]] = {
+_ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "What is sent or asked for does not fit"},
     401: {"model": ErrorResponse, "description": "The API key is missing or wrong"},
     403: {"model": ErrorResponse, "description": "A page of another site sent the request"},
@@ -64,9 +62,7 @@ CONTROL_ERRORS: dict[int | str, dict[str, Any]] = {
 
 def rollout_routes(served: Served, config: WeightTransferConfig) -> APIRouter:
     """The routes of pauses, sleep and updates, by a config of how weights come."""
-    engine = served.engine
-    dependencies = [] if served.config.api_key else [Depends(require_no_page)]
-    router = APIRouter(responses=CONTROL_ERRORS, route_class=JsonRoute, dependencies=dependencies)
+    engine, router = served.engine, control_router(served)
     _add_pauses(router, engine)
     _add_sleep(router, engine)
     _add_updates(router, engine, config)
@@ -74,6 +70,14 @@ def rollout_routes(served: Served, config: WeightTransferConfig) -> APIRouter:
     _add_versions(router, engine)
     _add_server_info(router, engine, config)
     return router
+
+
+def control_router(served: Served, prefix: str = "") -> APIRouter:
+    """A router of requests that change what answers; without a key, pages may send none."""
+    dependencies = [] if served.config.api_key else [Depends(_require_no_page)]
+    return APIRouter(
+        prefix=prefix, responses=_ERRORS, route_class=JsonRoute, dependencies=dependencies
+    )
 
 
 def _add_pauses(router: APIRouter, engine: AsyncLLM) -> None:
@@ -156,8 +160,11 @@ def _add_updates(router: APIRouter, engine: AsyncLLM, config: WeightTransferConf
         body: FinishRequest = FinishRequest(),  # noqa: B008
     ) -> Message:
         """Use the weights that were sent, if all of them fit; otherwise the old ones stay."""
-        with _directory_errors():
+        try:
             await engine.finish_update(body.weight_version)
+        except CheckpointError as error:
+            # A directory that cannot be read is the client's, as it named it.
+            raise invalid(str(error), "update_info", code="weights_refused") from error
         return Message(message="Weight update finished")
 
 
@@ -234,7 +241,7 @@ def require_no_model(served: Served, name: str) -> None:
         raise invalid(f"{shown(name)} is a name of the model", "lora_name")
 
 
-def require_no_page(request: Request) -> None:
+def _require_no_page(request: Request) -> None:
     """Refuse what a browser sends for a page of another site, where no key tells them apart."""
     if "origin" in request.headers:
         raise ApiError(
@@ -368,12 +375,3 @@ def _inside(directory: Path, name: str) -> Path:
 
 def _misfit(param: str, fields: str, config: WeightTransferConfig) -> ApiError:
     return invalid(f"{param} has other fields than {config.backend!r} takes. Send {fields}", param)
-
-
-@contextmanager
-def _directory_errors() -> Iterator[None]:
-    """A directory that cannot be read is the client's, as it named it."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise invalid(str(error), "update_info", code="weights_refused") from error

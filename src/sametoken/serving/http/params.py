@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -141,7 +140,7 @@ def structured_outputs(request: SamplingFields) -> StructuredOutputs | None:
         for name, constraint in (
             ("response_format", _of_response_format(request.response_format)),
             ("structured_outputs", _of_field(request.structured_outputs)),
-            ("guided_json", _json(request.guided_json)),
+            ("guided_json", _given("json_schema", request.guided_json)),
             ("guided_regex", _given("regex", request.guided_regex)),
             ("guided_choice", _given("choice", request.guided_choice)),
             ("guided_grammar", _given("grammar", request.guided_grammar)),
@@ -180,38 +179,28 @@ def _constraint_field(request: SamplingFields) -> str:
     return next(sent, "tools")
 
 
-def json_schema(schema: dict[str, Any]) -> StructuredOutputs:
-    """The constraint of a JSON Schema."""
-    return StructuredOutputs(json_schema=json.dumps(schema))
-
-
 _KEYS_OF_TAG = ("format", "structures", "triggers")
 
 
 def _of_response_format(requested: ResponseFormat | None) -> StructuredOutputs | None:
     if requested is None:
         return None
-    own = _KEYS_OF_TAG if requested.type == "structural_tag" else (requested.type,)
+    kind = requested.type
+    own = _KEYS_OF_TAG if kind == "structural_tag" else (kind,)
     for key, value in requested:
         if key not in ("type", *own) and value is not None:
-            cause = f"response_format of type {requested.type} has no {key!r}"
+            cause = f"response_format of type {kind} has no {key!r}"
             raise invalid(f"{cause}. Send the type that it belongs to", "response_format")
-    if requested.type == "text":
+    if kind == "text":
         return None
-    if requested.type == "json_object":
+    if kind == "json_object":
         return StructuredOutputs(json_object=True)
-    kinds: dict[str, Callable[[Any], StructuredOutputs]] = {
-        "json_schema": lambda wrapped: json_schema(wrapped.schema_),
-        "regex": lambda text: StructuredOutputs(regex=text),
-        "grammar": lambda text: StructuredOutputs(grammar=text),
-    }
-    kind = requested.type
     if kind == "structural_tag":
         return StructuredOutputs(structural_tag=requested.model_dump(exclude_none=True))
     value = getattr(requested, kind)
     if value is None:
         raise invalid(f"response_format of type {kind} lacks {kind!r}. Add it", "response_format")
-    return kinds[kind](value)
+    return _given(kind, value.schema_ if kind == "json_schema" else value)
 
 
 def _of_field(field: StructuredOutputsField | None) -> StructuredOutputs | None:
@@ -219,10 +208,9 @@ def _of_field(field: StructuredOutputsField | None) -> StructuredOutputs | None:
         return None
     for name, value in (field.model_extra or {}).items():
         _require_neutral(name, value)
-    schema = _json(field.json_)
     choice = None if field.choice is None else tuple(field.choice)
     return StructuredOutputs(
-        json_schema=schema.json_schema if schema else None,
+        json_schema=field.json_,
         json_object=bool(field.json_object),
         regex=field.regex,
         grammar=field.grammar,
@@ -239,16 +227,5 @@ def _require_neutral(name: str, value: Any) -> None:
         raise invalid(f"structured_outputs.{name} is not supported: {REFUSED[name]}", PARAM)
 
 
-def _json(schema: str | dict[str, Any] | None) -> StructuredOutputs | None:
-    if schema is None:
-        return None
-    if isinstance(schema, str):
-        return StructuredOutputs(json_schema=schema)
-    return json_schema(schema)
-
-
-def _given(name: str, value: str | list[str] | None) -> StructuredOutputs | None:
-    if value is None:
-        return None
-    constraint: Any = tuple(value) if isinstance(value, list) else value
-    return StructuredOutputs(**{name: constraint})
+def _given(kind: str, value: Any) -> StructuredOutputs | None:
+    return None if value is None else StructuredOutputs(**{kind: value})

@@ -11,7 +11,6 @@ from sametoken.errors import shown
 from sametoken.serving.http.body import require_bounded
 from sametoken.serving.http.errors import invalid
 from sametoken.serving.http.json_calls import parse_required
-from sametoken.serving.http.params import json_schema
 from sametoken.serving.http.parsed import Parser, call_or_text, parse_nothing
 from sametoken.serving.http.schemas import ChatRequest, Message
 from sametoken.serving.http.tool_media import without_media
@@ -110,9 +109,9 @@ def tool_use(
     if choice is not None and not isinstance(choice, str):
         known = {tool.function.name: tool for tool in request.tools}
         chosen = _named(known, choice.function.name)
-        form = json_schema(chosen.function.parameters or _NO_PARAMETERS)
+        form = StructuredOutputs(json_schema=chosen.function.parameters or _NO_PARAMETERS)
         return ToolUse(tools, named_parser(chosen.function.name), form, reports_calls=False)
-    return ToolUse(tools, parse_required, json_schema(_any_call(request)))
+    return ToolUse(tools, parse_required, StructuredOutputs(json_schema=_any_call(request)))
 
 
 def _call_or_form(

@@ -107,6 +107,13 @@ NEUTRAL_VALUES: Mapping[str, Any] = {
     "use_beam_search": False,
     "verbosity": "medium",
 }
+_IN_CHATS = "use /v1/chat/completions"
+#: Fields of ``SamplingFields`` that other APIs than completions and chats have not.
+ELSEWHERE: Mapping[str, str] = {
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_regex"), "use structured_outputs"),
+    **dict.fromkeys(("prompt_logprobs", "return_token_ids"), _IN_CHATS),
+    "return_tokens_as_token_ids": _IN_CHATS,
+}
 
 
 def null_is(default: Any) -> BeforeValidator:
@@ -365,6 +372,12 @@ class ChatRequest(SamplingFields):
     include_reasoning: bool = True
     truncate_prompt_tokens: Kept | None = None
     request_id: RequestId | None = None
+
+    @classmethod
+    def of(cls, request: SamplingFields, **fields: Any) -> ChatRequest:
+        """The chat request of another API's, whose values have been validated."""
+        sampling = {name: getattr(request, name) for name in SamplingFields.model_fields}
+        return cls.model_construct(**sampling | fields)
 
     @property
     def may_call(self) -> bool:

@@ -28,7 +28,6 @@ from sametoken.serving.http.schemas import (
     ChatRequest,
     Message,
     ResponseFormat,
-    SamplingFields,
     require_few_calls,
     thinking_variables,
 )
@@ -64,26 +63,24 @@ def chat_request(request: CountTokensRequest, max_tokens: int | None = None) -> 
             see ``_tools`` and ``require_few_calls``.
     """
     _require_supported(request)
-    sampling = {name: getattr(request, name) for name in SamplingFields.model_fields}
     config, choice = request.output_config or OutputConfig(), request.tool_choice
     continues = request.messages[-1].role == "assistant"
     thinks = request.thinking and thinking_variables(request.thinking.type != "disabled")
-    values: dict[str, Any] = sampling | {
-        "messages": _messages(request),
-        "max_completion_tokens": max_tokens,
-        "stop": request.stop_sequences,
-        "tools": None if request.tools is None else _tools(request.tools),
-        "tool_choice": choice and _choice(choice),
-        "parallel_tool_calls": choice and not choice.disable_parallel_tool_use,
-        "response_format": config.format
+    return ChatRequest.of(
+        request,
+        messages=_messages(request),
+        max_completion_tokens=max_tokens,
+        stop=request.stop_sequences,
+        tools=None if request.tools is None else _tools(request.tools),
+        tool_choice=choice and _choice(choice),
+        parallel_tool_calls=choice and not choice.disable_parallel_tool_use,
+        response_format=config.format
         and ResponseFormat(type="json_schema", json_schema=config.format),
-        "reasoning_effort": config.effort,
-        "chat_template_kwargs": {**(thinks or {}), **(request.chat_template_kwargs or {})},
-        "add_generation_prompt": not continues,
-        "continue_final_message": continues,
-    }
-    # All values have been validated.
-    return ChatRequest.model_construct(**values)
+        reasoning_effort=config.effort,
+        chat_template_kwargs={**(thinks or {}), **(request.chat_template_kwargs or {})},
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+    )
 
 
 def _require_supported(request: CountTokensRequest) -> None:

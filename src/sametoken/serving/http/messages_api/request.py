@@ -12,6 +12,7 @@ from sametoken.errors import shown
 from sametoken.serving.http.connections import LogRateLimit
 from sametoken.serving.http.other_tools import OtherTool
 from sametoken.serving.http.schemas import (
+    ELSEWHERE,
     IGNORED_FIELDS,
     MAX_MESSAGES,
     MAX_PARTS,
@@ -29,7 +30,6 @@ from sametoken.serving.http.unions import Given, by_type
 from sametoken.types.option_values import closest
 from sametoken.types.sampling_params import MAX_STOPS
 
-_IN_CHATS = "use /v1/chat/completions"
 _logger = logging.getLogger(__name__)
 _logger.addFilter(LogRateLimit())
 
@@ -166,15 +166,10 @@ class CountTokensRequest(SamplingFields):
     }
     neutral: ClassVar[Mapping[str, Any]] = {**NEUTRAL_VALUES, "mcp_servers": []}
     elsewhere: ClassVar[Mapping[str, str]] = {
-        "guided_choice": "use structured_outputs",
-        "guided_grammar": "use structured_outputs",
+        **ELSEWHERE,
         "guided_json": "use output_config.format",
-        "guided_regex": "use structured_outputs",
-        "include_speculation_stats": _IN_CHATS,
-        "prompt_logprobs": _IN_CHATS,
+        "include_speculation_stats": "use /v1/chat/completions",
         "response_format": "use output_config.format",
-        "return_token_ids": _IN_CHATS,
-        "return_tokens_as_token_ids": _IN_CHATS,
         "stop": "use stop_sequences",
         "stream_options": "leave it out; a stream has the usage",
     }

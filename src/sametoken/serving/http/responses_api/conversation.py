@@ -21,7 +21,6 @@ from sametoken.serving.http.schemas import (
     JsonSchemaFormat,
     Message,
     ResponseFormat,
-    SamplingFields,
     require_few_calls,
 )
 from sametoken.serving.http.tool_media import without_media
@@ -46,21 +45,19 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         ApiError: an item lacks a field, or holds other parts than text; or see ``chat_tools`` and
             ``require_few_calls``.
     """
-    sampling = {name: getattr(request, name) for name in SamplingFields.model_fields}
-    values: dict[str, Any] = sampling | {
-        "messages": _messages(request),
-        "max_completion_tokens": request.max_output_tokens,
-        "tools": None if request.tools is None else chat_tools(request.tools),
-        "tool_choice": _choice(request),
-        "parallel_tool_calls": request.parallel_tool_calls,
-        "response_format": _response_format(request.text.format if request.text else None),
-        "logprobs": request.wants_logprobs,
-        "top_logprobs": request.top_logprobs,
-        "reasoning_effort": request.reasoning.effort if request.reasoning else None,
-        "chat_template_kwargs": request.chat_template_kwargs,
-    }
-    # All values have been validated.
-    return ChatRequest.model_construct(**values)
+    return ChatRequest.of(
+        request,
+        messages=_messages(request),
+        max_completion_tokens=request.max_output_tokens,
+        tools=None if request.tools is None else chat_tools(request.tools),
+        tool_choice=_choice(request),
+        parallel_tool_calls=request.parallel_tool_calls,
+        response_format=_response_format(request.text.format if request.text else None),
+        logprobs=request.wants_logprobs,
+        top_logprobs=request.top_logprobs,
+        reasoning_effort=request.reasoning.effort if request.reasoning else None,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
 
 
 def _choice(request: ResponsesRequest) -> str | NamedTool | AllowedTools | None:
@@ -126,7 +123,6 @@ class _MessageWriter:
         if self._instructions:
             first = self._written[0]
             first["content"] = "\n\n".join((first["content"], *self._instructions))
-            self._instructions = []
         for fields in self._written:
             require_few_calls(fields.get("tool_calls", ()), "input")
         return [Message(**{"content": None} | fields) for fields in self._written]

@@ -11,6 +11,7 @@ from sametoken.errors import shown
 from sametoken.serving.http.errors import invalid
 from sametoken.serving.http.responses_api.tools import ResponseTool
 from sametoken.serving.http.schemas import (
+    ELSEWHERE,
     IGNORED_FIELDS,
     MAX_MESSAGES,
     MAX_PARTS,
@@ -151,14 +152,9 @@ class ResponsesRequest(SamplingFields):
         "truncation": "disabled",
     }
     elsewhere: ClassVar[Mapping[str, str]] = {
-        "guided_choice": "use structured_outputs",
-        "guided_grammar": "use structured_outputs",
+        **ELSEWHERE,
         "guided_json": "use text.format",
-        "guided_regex": "use structured_outputs",
-        "prompt_logprobs": "use /v1/chat/completions",
         "response_format": "use text.format",
-        "return_token_ids": "use /v1/chat/completions",
-        "return_tokens_as_token_ids": "use /v1/chat/completions",
     }
 
     n: One = 1

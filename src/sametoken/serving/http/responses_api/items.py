@@ -62,9 +62,9 @@ class _Reasoning(_Item):
         """Its content so far."""
         return ReasoningText(text=self.text)
 
-    def of_tokens(self, logprobs: Logprobs) -> dict[str, Any]:
-        """The fields of an event that say more of its tokens."""
-        return {}
+    def done(self) -> dict[str, Any]:
+        """The fields of the event that ends it."""
+        return {"content_index": 0, "text": self.text}
 
 
 @dataclass(slots=True)
@@ -92,9 +92,9 @@ class _Message(_Item):
             part.logprobs = list(self.logprobs)
         return part
 
-    def of_tokens(self, logprobs: Logprobs) -> dict[str, Any]:
-        """The fields of an event that say more of its tokens."""
-        return {"logprobs": logprobs}
+    def done(self) -> dict[str, Any]:
+        """The fields of the event that ends it."""
+        return {"content_index": 0, "text": self.text, "logprobs": list(self.logprobs)}
 
 
 @dataclass(slots=True)
@@ -191,7 +191,7 @@ class ItemWriter:
             if isinstance(part, FoundCall):
                 yield from self._add_call(part)
             elif isinstance(part, MoreArguments):
-                yield from self._grow_call(part.text)
+                yield from self._grow(part.text)
             elif part.kind == "content":
                 yield from self._grow_message(part.text)
             else:
@@ -203,13 +203,13 @@ class ItemWriter:
     def _grow_reasoning(self, added: str) -> Events:
         if not isinstance(self._open, _Reasoning):
             yield from self._begin(_Reasoning(f"rs_{self._key}_{self._next_number}"))
-        yield from self._grow_text(added, [])
+        yield from self._grow(added, content_index=0)
 
     def _grow_message(self, added: str) -> Events:
         if not isinstance(self._open, _Message):
             yield from self._begin(self._new_message())
         logprobs, self._logprobs = self._logprobs, []
-        yield from self._grow_text(added, logprobs)
+        yield from self._grow(added, content_index=0, logprobs=logprobs)
         assert isinstance(self._open, _Message)
         self._open.logprobs += logprobs
 
@@ -219,20 +219,13 @@ class ItemWriter:
         name = self._names.get(call.name, CalledName(call.name))
         kind, prefix = (_CustomCall, "ctc") if name.is_custom else (_Call, "fc")
         yield from self._begin(kind(f"{prefix}_{number}", f"call_{number}", name))
-        yield from self._grow_call(call.arguments)
+        yield from self._grow(call.arguments)
 
-    def _grow_call(self, added: str) -> Events:
+    def _grow(self, added: str, **fields: Any) -> Events:
         if added:
-            assert isinstance(self._open, _Call)
+            assert self._open is not None
             self._open.pieces.append(added)
-            yield self._placed(f"{self._open.name}.delta", delta=added)
-
-    def _grow_text(self, added: str, logprobs: Logprobs) -> Events:
-        item = self._open
-        assert isinstance(item, _Reasoning | _Message)
-        item.pieces.append(added)
-        more = item.of_tokens(logprobs)
-        yield self._placed(f"{item.name}.delta", content_index=0, delta=added, **more)
+            yield self._placed(f"{self._open.name}.delta", delta=added, **fields)
 
     def _begin(self, item: _Reasoning | _Message | _Call) -> Events:
         if self._open is not None:
@@ -245,12 +238,8 @@ class ItemWriter:
     def _end(self, status: Status) -> Events:
         item = self._open
         assert item is not None
-        if isinstance(item, _Call):
-            yield self._placed(f"{item.name}.done", **item.done())
-        else:
-            logprobs = item.logprobs if isinstance(item, _Message) else []
-            more = item.of_tokens(list(logprobs))
-            yield self._placed(f"{item.name}.done", content_index=0, text=item.text, **more)
+        yield self._placed(f"{item.name}.done", **item.done())
+        if not isinstance(item, _Call):
             yield self._placed("content_part.done", content_index=0, part=item.part())
         yield self._of_item("done", status)
         self.items.append(item.object(status))

@@ -214,25 +214,12 @@ async def disconnect(receive: Receive) -> None:
         pass
 
 
-class Framing(Protocol):
-    """The bytes of a stream's events."""
+class Framing:
+    """The bytes of a stream's events: those of completions, which have no names.
 
-    @property
-    def end(self) -> bytes:
-        """What follows the last event."""
-        ...
-
-    def event(self, event: BaseModel) -> bytes:
-        """One event."""
-        ...
-
-    def error(self, error: ApiError) -> bytes:
-        """The event of an error, which is the last."""
-        ...
-
-
-class Chunks:
-    """``Framing`` of completions: events without a name, then ``[DONE]``."""
+    Attributes:
+        end: what follows the last event.
+    """
 
     end = b"data: [DONE]\n\n"
 
@@ -241,11 +228,11 @@ class Chunks:
         return b"data: " + event.model_dump_json(exclude_unset=True).encode() + b"\n\n"
 
     def error(self, error: ApiError) -> bytes:
-        """The event of an error."""
+        """The event of an error, which is the last."""
         return b"data: " + json.dumps(error.body).encode() + b"\n\n"
 
 
-CHUNKS = Chunks()
+_CHUNKS = Framing()
 
 
 def named_event(name: str, event: BaseModel) -> bytes:
@@ -269,7 +256,7 @@ class EventStream(Response):
         self,
         generation: Generation,
         events: AsyncGenerator[BaseModel, None],
-        framing: Framing = CHUNKS,
+        framing: Framing = _CHUNKS,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         # The length is unknown.
@@ -313,7 +300,7 @@ async def respond(
     answer: Answer,
     *,
     stream: bool,
-    framing: Framing = CHUNKS,
+    framing: Framing = _CHUNKS,
 ) -> Response:
     """Stream the response, or send it whole once the generation has finished.
 

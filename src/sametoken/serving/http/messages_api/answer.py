@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from sametoken.serving.http.chat import begin_chat, chat_prompt
 from sametoken.serving.http.errors import ApiError
-from sametoken.serving.http.generation import Generation, named_event, respond
+from sametoken.serving.http.generation import Framing, Generation, named_event, respond
 from sametoken.serving.http.messages_api.blocks import BlockWriter
 from sametoken.serving.http.messages_api.conversation import chat_request
 from sametoken.serving.http.messages_api.objects import (
@@ -61,8 +61,8 @@ async def count_tokens(served: Served, request: CountTokensRequest) -> TokenCoun
     return TokenCount(input_tokens=len(prompt.token_ids))
 
 
-class _Named:
-    """``Framing`` of events with names."""
+class _Named(Framing):
+    """Of events with names."""
 
     end = b""
 

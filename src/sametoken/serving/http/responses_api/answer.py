@@ -17,7 +17,13 @@ from starlette.responses import Response
 from sametoken.errors import RequestError
 from sametoken.serving.http.chat import begin_chat
 from sametoken.serving.http.errors import ApiError
-from sametoken.serving.http.generation import Generation, named_event, respond, speculation_stats
+from sametoken.serving.http.generation import (
+    Framing,
+    Generation,
+    named_event,
+    respond,
+    speculation_stats,
+)
 from sametoken.serving.http.params import named_as_sent
 from sametoken.serving.http.parsed import Parser
 from sametoken.serving.http.response_schemas import TokenLogprob
@@ -217,8 +223,8 @@ class _Answer:
         )
 
 
-class _Named:
-    """``Framing`` of events with names and numbers.
+class _Named(Framing):
+    """Of events with names and numbers.
 
     Args:
         answer: makes the response that an error ends.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple, Protocol
 
 from sametoken.serving.http.json_spans import skip_space
@@ -138,33 +138,20 @@ def _opening(starts: tuple[str, ...], function: FunctionTags | None) -> re.Patte
     )
 
 
-def marked_parser(syntax: Syntax) -> Parser:
-    """The parser of a syntax."""
-
-    def parse(text: str, finished: bool) -> Parsed:
-        return _parse_marked(text, finished, syntax)
-
-    return parse
-
-
-def _parse_marked(
-    text: str, finished: bool, syntax: Syntax, *, follows_call: bool = False
-) -> Parsed:
-    """Calls, and the text around them.
+def marked_parser(syntax: Syntax, *, follows_call: bool = False) -> Parser:
+    """The parser of calls, and of the text around them.
 
     Args:
-        text: the text, or its rest.
-        finished: whether it is whole.
         syntax: of the calls.
         follows_call: whether there was a call before the text.
     """
+    return partial(_parse_marked, syntax, follows_call)
+
+
+def _parse_marked(syntax: Syntax, follows_call: bool, text: str, finished: bool) -> Parsed:
     parts: list[Part] = []
     # The text from ``begin`` to ``place`` is content, except spaces before a call.
     begin = place = 0
-
-    def read_rest(text: str, finished: bool) -> Parsed:
-        return _parse_marked(text, finished, syntax, follows_call=follows_call)
-
     while (begun := syntax.find_opening(text, place)) is not None:
         start, body = begun
         end, after, is_final = syntax.find_end(text, begun)
@@ -176,7 +163,8 @@ def _parse_marked(
             parts += content(text[begin:start].rstrip())
             parts += calls
             if not is_whole:
-                return parsed_of(parts, Rest(start, read_rest, num_parts=len(calls)))
+                rest = marked_parser(syntax, follows_call=follows_call)
+                return parsed_of(parts, Rest(start, rest, num_parts=len(calls)))
             follows_call = True
             begin = place = after
         elif not is_whole and not finished:
@@ -188,7 +176,8 @@ def _parse_marked(
         place = len(text) if finished else max(syntax.num_outside(text), place)
     aside = text[begin:place]
     shown = aside if finished and not follows_call else aside.rstrip()
-    return parsed_of((*parts, *content(shown)), Rest(begin + len(shown), read_rest))
+    rest = marked_parser(syntax, follows_call=follows_call)
+    return parsed_of((*parts, *content(shown)), Rest(begin + len(shown), rest))
 
 
 def content(text: str) -> list[Part]:

@@ -36,9 +36,7 @@ from sametoken.serving.messages import (
     Submit,
     Withdraw,
 )
-from sametoken.serving.request_stream import RequestStream
 from sametoken.serving.stats import EngineLoad
-from sametoken.types.outputs import RequestMetrics, RequestOutput
 from sametoken.types.request import RequestUpdate
 from sametoken.types.sampling_params import SamplingParams
 
@@ -550,74 +548,3 @@ async def test_what_other_weights_served_is_not_replayed_by_the_next_process(ope
         await asyncio.sleep(0.01)
         assert kit.client.stats.audit.num_pending == 0
         assert kit.client.stats.audit.num_dropped == 1
-
-
-def output(number, *, finished=False):
-    return RequestOutput("r", str(number), (), (), finished, RequestMetrics(0.0))
-
-
-async def read(stream):
-    return [one.prompt async for one in stream]
-
-
-async def test_a_slow_reader_sees_the_newest_and_always_the_last():
-    stream = RequestStream("r", pytest.fail)
-    stream.put(output(1))
-    stream.put(output(2))
-    assert (await anext(stream)).prompt == "2"
-    stream.put(output(3))
-    stream.put(output(4, finished=True))
-    stream.put(output(5))
-    assert await read(stream) == ["4"]
-    assert await read(stream) == []
-
-
-async def test_a_waiting_reader_is_woken():
-    stream = RequestStream("r", pytest.fail)
-    reader = asyncio.create_task(read(stream))
-    for number in range(3):
-        await asyncio.sleep(0)
-        stream.put(output(number, finished=number == 2))
-        await asyncio.sleep(0)
-    assert await reader == ["0", "1", "2"]
-
-
-async def test_an_error_comes_after_what_was_not_seen_yet_and_only_once():
-    stream = RequestStream("r", pytest.fail)
-    stream.put(output(1))
-    stream.fail(EngineDeadError("gone"))
-    assert (await anext(stream)).prompt == "1"
-    with pytest.raises(EngineDeadError):
-        await anext(stream)
-    assert await read(stream) == []
-
-
-@pytest.mark.parametrize("way", ["close", "cancel", "drop"])
-async def test_whoever_stops_reading_aborts(way):
-    aborted = []
-    stream = RequestStream("r", aborted.append)
-    stream.put(output(1))
-    await anext(stream)
-    if way == "close":
-        await stream.aclose()
-        stream.put(output(2))
-        assert await read(stream) == []
-    elif way == "cancel":
-        reader = asyncio.create_task(anext(stream))
-        await asyncio.sleep(0)
-        reader.cancel()
-        await asyncio.wait((reader,))
-    else:
-        del stream
-        gc.collect()
-        await asyncio.sleep(0)
-    assert aborted == ["r"]
-
-
-async def test_a_finished_stream_aborts_nothing():
-    stream = RequestStream("r", pytest.fail)
-    stream.put(output(1, finished=True))
-    await stream.aclose()
-    del stream
-    gc.collect()
-    await asyncio.sleep(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -15,17 +16,37 @@ async def fail(stream: RequestStream) -> None:
     stream.fail(EngineDeadError("the engine is gone"))
 
 
-GOING, LAST = SimpleNamespace(finished=False), SimpleNamespace(finished=True)
+async def read(stream: RequestStream) -> list:
+    return [output async for output in stream]
+
+
+OTHER, GOING, LAST = (
+    SimpleNamespace(name=name, finished=name == "last") for name in ("other", "going", "last")
+)
 
 
 async def test_the_newest_output_comes_and_then_the_end():
     stream = RequestStream("r", pytest.fail)
+    stream.put(OTHER)
+    stream.put(GOING)
+    assert await anext(stream) is GOING
     stream.put(GOING)
     stream.put(LAST)
     stream.put(GOING)
     assert not stream.is_read
-    assert [output async for output in stream] == [LAST]
+    assert await read(stream) == [LAST]
     assert stream.is_read
+    assert await read(stream) == []
+
+
+async def test_a_waiting_reader_is_woken():
+    stream = RequestStream("r", pytest.fail)
+    reader = asyncio.create_task(read(stream))
+    for output in (OTHER, GOING, LAST):
+        await asyncio.sleep(0)
+        stream.put(output)
+        await asyncio.sleep(0)
+    assert await reader == [OTHER, GOING, LAST]
 
 
 async def test_a_stream_that_failed_is_read_once_its_error_is():
@@ -56,7 +77,7 @@ async def test_an_output_is_made_when_it_is_read():
     assert made == [1]
     stream.put(LAST)
     stream.grow(make)
-    assert [output async for output in stream] == [LAST]
+    assert await read(stream) == [LAST]
 
 
 async def test_a_reader_of_the_end_is_not_woken_before():
@@ -89,4 +110,35 @@ async def test_a_closed_stream_holds_nothing(fails):
     await stream.aclose()
     assert aborted == ([] if fails else ["r"])
     assert stream.is_read
-    assert [output async for output in stream] == []
+    assert await read(stream) == []
+
+
+@pytest.mark.parametrize("way", ["close", "cancel", "drop"])
+async def test_whoever_stops_reading_aborts(way):
+    aborted = []
+    stream = RequestStream("r", aborted.append)
+    stream.put(GOING)
+    await anext(stream)
+    if way == "close":
+        await stream.aclose()
+        stream.put(OTHER)
+        assert await read(stream) == []
+    elif way == "cancel":
+        reader = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        reader.cancel()
+        await asyncio.wait((reader,))
+    else:
+        del stream
+        gc.collect()
+        await asyncio.sleep(0)
+    assert aborted == ["r"]
+
+
+async def test_a_finished_stream_aborts_nothing():
+    stream = RequestStream("r", pytest.fail)
+    stream.put(LAST)
+    await stream.aclose()
+    del stream
+    gc.collect()
+    await asyncio.sleep(0)

@@ -79,8 +79,12 @@ def run_batch(
         pending = [line for line in valid if line.key not in journal]
         refused = dict(_refused(pending, config, batch_config))
         left = [line for line in pending if line.key not in refused]
-        if left:
-            answer_pending(config, batch_config, left, journal.append)
+        if left and batch_config.ray:
+            from sametoken.serving.batch.on_ray import answer_on_ray
+
+            answer_on_ray(config, batch_config, left, journal.append)
+        elif left:
+            asyncio.run(_answer_here(config, batch_config, left, journal.append))
         # Afterwards: an engine that cannot start leaves no parts.
         journal.append(refused.items())
         counts: Counter[str] = Counter()
@@ -120,37 +124,18 @@ def _refused(
             yield _to_answer(line, error.status, error.body)
 
 
-def answer_pending(
-    config: EngineConfig,
-    batch_config: BatchConfig,
-    pending: Sequence[InputLine],
-    take: Callable[[Iterable[Answer]], None],
-) -> None:
-    """Answer lines; ``take`` gets each group of finished results.
-
-    Raises:
-        SametokenError: the engine cannot start, or will not be restarted.
-    """
-    if batch_config.ray:
-        from sametoken.serving.batch.on_ray import answer_on_ray
-
-        answer_on_ray(config, batch_config, pending, take)
-        return
-    asyncio.run(_answer_here(config, batch_config, pending, take))
-
-
 async def _answer_here(
     config: EngineConfig,
     batch_config: BatchConfig,
     pending: Sequence[InputLine],
     take: Callable[[Iterable[Answer]], None],
 ) -> None:
+    """Answer lines; ``take`` gets each group of finished results."""
     engine = await AsyncLLM.start(config, BATCH_LIMITS)
     try:
         app = create_app(engine, batch_server_config(batch_config.served_model_name))
         concurrency = batch_config.concurrency or engine.max_num_seqs
-        groups: AsyncGenerator[list[Answer], Any] = answers_of(app, pending, concurrency)
-        async with aclosing(groups):
+        async with aclosing(answers_of(app, pending, concurrency)) as groups:
             async for group in groups:
                 # The engine runs while this waits for the disk.
                 await asyncio.to_thread(take, group)

@@ -158,11 +158,6 @@ class EngineLoop:
         self._num_received = 0
         self._num_submits = 0
 
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether ``run_iteration`` would step."""
-        return self._control.may_step
-
     def run_iteration(self, messages: list[Any]) -> None:
         """Handle messages in order, run one step if there is work, and report.
 
@@ -272,7 +267,7 @@ def run(inbox: Inbox, outbox: Outbox) -> None:
     control = Control(engine, inbox.put, outbox.put)
     loop = EngineLoop(engine, outbox, Preparation(inbox.put), control)
     while True:
-        loop.run_iteration(inbox.take(wait=not loop.has_unfinished))
+        loop.run_iteration(inbox.take(wait=not control.may_step))
 
 
 def main(fd: int) -> int:

@@ -90,7 +90,7 @@ def test_an_iteration_takes_messages_steps_once_and_reports(start):
     assert report.updates == (update("a", 5),)
     assert report.step_seconds >= 0
     assert dataclasses.astuple(report.load) == (2, 1, 2, 3, 4, 0.5, 0.25, 6, 7, 8, 9, 10)
-    assert loop.has_unfinished
+    assert loop._control.may_step
 
 
 def test_without_work_messages_are_still_answered_with_the_load(start):

@@ -76,14 +76,13 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     503: {"model": ErrorResponse, "description": "Requests are not accepted now"},
 }
 #: Of each event, not of the whole stream, as FastAPI documents streams of its own.
-_EVENTS = {
-    "text/event-stream": {
-        "itemSchema": {
-            "type": "object",
-            "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
-            "required": ["data"],
-        }
-    }
+_EVENT = {
+    "type": "object",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+}
+_STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"itemSchema": _EVENT}}}
 }
 _UNAVAILABLE: dict[int | str, dict[str, Any]] = {
     503: {"model": Health, "description": "Requests are not accepted now"}
@@ -133,23 +132,19 @@ def create_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
 def _openai_routes(served: Served) -> APIRouter:
     router = APIRouter(prefix="/v1", responses=_ERRORS, route_class=JsonRoute)
 
-    @router.post(
-        "/completions", response_model=CompletionResponse, responses={200: {"content": _EVENTS}}
-    )
+    @router.post("/completions", response_model=CompletionResponse, responses=_STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several."""
         with named_as_sent(body):
             return await complete(served, body, request)
 
-    @router.post(
-        "/chat/completions", response_model=ChatResponse, responses={200: {"content": _EVENTS}}
-    )
+    @router.post("/chat/completions", response_model=ChatResponse, responses=_STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         with named_as_sent(body):
             return await answer_chat(served, body, request)
 
-    @router.post("/responses", response_model=ResponseObject, responses={200: {"content": _EVENTS}})
+    @router.post("/responses", response_model=ResponseObject, responses=_STREAMED)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation of items. Nothing is stored."""
         return await answer_response(served, body, request)
@@ -174,7 +169,7 @@ def _messages_routes(served: Served) -> APIRouter:
     errors = {status: {**said, "model": MessagesError} for status, said in _ERRORS.items()}
     router = APIRouter(prefix=MESSAGES_PATH, responses=errors, route_class=JsonRoute)
 
-    @router.post("", response_model=MessageObject, responses={200: {"content": _EVENTS}})
+    @router.post("", response_model=MessageObject, responses=_STREAMED)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation in Anthropic's format."""
         return await answer_message(served, body, request)

@@ -121,14 +121,13 @@ async def chat_prompt(
 def _tools_and_params(served: Served, request: ChatRequest) -> tuple[ToolUse, SamplingParams]:
     syntax = served.call_syntax(request.tools) if request.tools and request.may_call else None
     use = tool_use(request, structured_outputs(request), syntax)
-    _, reasoning = served.parsers
     params = chat_params(request, served.defaults, use.structured)
     if syntax is not None:
         params = served.with_calls(params)
     custom = frozenset(
         tool.function.name for tool in request.tools or () if isinstance(tool, CustomTool)
     )
-    return replace(use, reasoning=reasoning, custom=custom), params
+    return replace(use, custom=custom), params
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +205,8 @@ class _Answer:
         is_empty = not parsed.content and (parsed.calls or parsed.reasoning)
         message = ChatMessage(role="assistant", content=None if is_empty else parsed.content)
         message.refusal = None
-        if self.use.reasoning is not None:
+        _, reasoning = self.served.parsers
+        if reasoning is not None:
             message.reasoning = (self.request.include_reasoning and parsed.reasoning) or None
         if parsed.calls:
             message.tool_calls = [

@@ -38,7 +38,6 @@ class ToolUse:
         structured: the answer's constraint.
         reports_calls: whether an answer with calls has finish reason "tool_calls".
         custom: names of the tools that take a text.
-        reasoning: the name of the parser of reasoning; None if messages have no field for it.
     """
 
     tools: list[dict[str, Any]] | None
@@ -46,7 +45,6 @@ class ToolUse:
     structured: StructuredOutputs | None
     reports_calls: bool = True
     custom: frozenset[str] = frozenset()
-    reasoning: str | None = None
 
     @property
     def functions(self) -> list[str]:

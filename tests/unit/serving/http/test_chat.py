@@ -580,7 +580,7 @@ def test_long_reasoning_is_streamed_as_it_comes():
     request = ChatRequest(messages=USER)
     answer = ComingAnswer(RenderedPrompt(""), parse_nothing, shows_marks=False)
     parser = REASONING_FORMS["deepseek_r1"].parser(answer)
-    use = ToolUse(None, parser, None, reasoning="deepseek_r1")
+    use = ToolUse(None, parser, None)
     served = Served(engine=None, config=None, times=None, defaults=None)
     writer = _ChoiceWriter(_Answer(request, use, "chatcmpl-1", "m", served), 0)
     for length in (6400, 6401):

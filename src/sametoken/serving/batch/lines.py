@@ -88,13 +88,13 @@ class InputLine:
     def parse(self) -> BatchRequest | BatchResult:
         """The request, or a result with the error."""
         if self.refusal is not None:
-            return self._refused(self.refused_id, self.refusal)
+            return BatchResult(id=self.result_id, custom_id=self.refused_id, error=self.refusal)
         try:
             given = parse_json(self.raw)
         except ValueError as error:
-            return self._refused(None, self._error("invalid_json", f"it is not JSON: {error}"))
+            return self.refused("invalid_json", f"it is not JSON: {error}").parse()
         if not isinstance(given, dict):
-            return self._refused(None, self._error("invalid_request", "it is no JSON object"))
+            return self.refused("invalid_request", "it is no JSON object").parse()
         custom_id = given.get("custom_id")
         try:
             return BatchRequest.model_validate(given)
@@ -102,17 +102,12 @@ class InputLine:
             first = error.errors(include_input=False)[0]
             where = ".".join(map(str, first["loc"]))
             named = custom_id if isinstance(custom_id, str) else None
-            return self._refused(named, self._error("invalid_request", f"{where}: {first['msg']}"))
+            return self.refused("invalid_request", f"{where}: {first['msg']}", named).parse()
 
     def refused(self, code: str, message: str, custom_id: str | None = None) -> InputLine:
         """The line with an error."""
-        return replace(self, refusal=self._error(code, message), refused_id=custom_id)
-
-    def _error(self, code: str, message: str) -> BatchError:
-        return BatchError(code=code, message=f"line {self.number}: {message}")
-
-    def _refused(self, custom_id: str | None, error: BatchError) -> BatchResult:
-        return BatchResult(id=self.result_id, custom_id=custom_id, error=error)
+        error = BatchError(code=code, message=f"line {self.number}: {message}")
+        return replace(self, refusal=error, refused_id=custom_id)
 
 
 def read_input(path: Path, max_line_bytes: int) -> list[InputLine]:

@@ -72,7 +72,7 @@ class TagSyntax(NamedTuple):
     """How calls are written between two tags.
 
     Attributes:
-        read: maps the text between the tags, and whether it is complete, to its calls.
+        calls_in: see ``Syntax``, of the text between the tags.
         find: finds the closing tag in a text from a place on, as ``find_outside_strings``.
         starts: opening tags, any of which begins calls.
         end: the closing tag.
@@ -80,7 +80,7 @@ class TagSyntax(NamedTuple):
         bare: functions whose calls may have these alone.
     """
 
-    read: Callable[[str, bool], Sequence[FoundCall]]
+    calls_in: Callable[[str, bool], Sequence[FoundCall]]
     find: Callable[[str, str, int], tuple[int, bool]]
     starts: tuple[str, ...] = (START,)
     end: str = END
@@ -109,10 +109,6 @@ class TagSyntax(NamedTuple):
         if text.startswith(self.end, tag):
             return end, tag + len(self.end), is_final
         return end, after, is_final and not self.end.startswith(text[tag : tag + len(self.end)])
-
-    def calls_in(self, body: str, is_whole: bool) -> Sequence[FoundCall]:
-        """See ``Syntax``."""
-        return self.read(body, is_whole)
 
     def num_inside(self, text: str) -> int:
         """See ``Syntax``."""

@@ -75,7 +75,9 @@ class Door:
     async def leave(self) -> None:
         """End all connections."""
         for writer in self._writers:
-            writer.transport.abort()
+            # In Python 3.11 a transport that sent the rest after its close can no more be aborted.
+            if writer.get_extra_info("socket").fileno() >= 0:
+                writer.transport.abort()
         # Sockets are closed in the loop's next turns.
         await asyncio.sleep(0.01)
 

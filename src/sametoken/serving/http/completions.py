@@ -174,11 +174,9 @@ class _Answer:
 
     def _writers(self) -> list[list[_ChoiceWriter]]:
         """A writer for each prompt and completion."""
+        n = self.request.n
         return [
-            [
-                _ChoiceWriter(self.served, self.request, prompt, prompt_index * self.request.n + i)
-                for i in range(self.request.n)
-            ]
+            [_ChoiceWriter(self, prompt, prompt_index * n + i) for i in range(n)]
             for prompt_index, prompt in enumerate(self.prompts)
         ]
 
@@ -218,21 +216,12 @@ def _without_token(completion: CompletionOutput) -> CompletionOutput:
 class _ChoiceWriter:
     """Writes one completion, in one piece or in several that add up to it.
 
-    Args:
-        served: has the tokenizer.
-        request: the request.
-        prompt: the completion's prompt.
-        index: index of the choice.
-
     Attributes:
         begun: whether a part was written.
     """
 
-    def __init__(
-        self, served: Served, request: CompletionRequest, prompt: _Prompt, index: int
-    ) -> None:
-        self._served = served
-        self._request = request
+    def __init__(self, answer: _Answer, prompt: _Prompt, index: int) -> None:
+        self._served, self._request = answer.served, answer.request
         self._prompt = prompt
         self._index = index
         self.begun = False

@@ -10,8 +10,8 @@ import pickle
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
@@ -98,9 +98,9 @@ class WeightSender:
             {"init_info": _place(at) | {"rank_offset": 1 + i, "world_size": world_size}}
             for i in range(len(self._urls))
         ]
-        with ThreadPoolExecutor(len(self._urls)) as pool:
-            answers = self._begin(pool, "init_weight_transfer_engine", bodies)
-            group: TrainerGroup = _whole(lambda: TrainerGroup(at), answers)
+        group: TrainerGroup = self._post_all(
+            "init_weight_transfer_engine", bodies, lambda: TrainerGroup(at)
+        )
         return group
 
     def send(
@@ -177,8 +177,7 @@ class WeightSender:
         bodies = [{"update_info": info}] * len(self._urls)
         assert self._group is not None
         try:
-            with ThreadPoolExecutor(len(self._urls)) as pool:
-                _whole(lambda: self._broadcast(part), self._begin(pool, "update_weights", bodies))
+            self._post_all("update_weights", bodies, lambda: self._broadcast(part))
         except WeightUpdateError:
             # Servers leave it too, and the next sender may take its port.
             self._group.leave()
@@ -196,18 +195,23 @@ class WeightSender:
         for _, tensor in part:
             self._group.broadcast(tensor.detach().to(self._group.device).contiguous())
 
-    def _post_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> None:
-        with ThreadPoolExecutor(len(self._urls)) as pool:
-            for answer in self._begin(pool, path, bodies):
+    def _post_all(
+        self, path: str, bodies: Sequence[dict[str, Any]], work: Callable[[], Any] = lambda: None
+    ) -> Any:
+        """The result of work in the group while the servers answer; their refusals come first."""
+        urls = [f"{url}/{path}" for url in self._urls]
+        result, failure = None, None
+        with ThreadPoolExecutor(len(urls)) as pool:
+            answers = [pool.submit(self._ask, *pair) for pair in zip(urls, bodies, strict=True)]
+            try:
+                result = work()
+            except WeightUpdateError as error:
+                failure = error
+            for answer in answers:
                 answer.result()
-
-    def _begin(
-        self, pool: ThreadPoolExecutor, path: str, bodies: Sequence[dict[str, Any]]
-    ) -> list[Future[bytes]]:
-        return [
-            pool.submit(self._ask, f"{url}/{path}", body)
-            for url, body in zip(self._urls, bodies, strict=True)
-        ]
+        if failure is not None:
+            raise failure
+        return result
 
     def _ask(self, url: str, body: dict[str, Any] | None = None) -> bytes:
         data = None if body is None else json.dumps(body).encode()
@@ -303,18 +307,3 @@ def _place(at: Rendezvous) -> dict[str, Any]:
     if at.unique_id is not None:
         return {"nccl_unique_id_b64": base64.b64encode(at.unique_id).decode()}
     return {"master_address": at.address, "master_port": at.port}
-
-
-def _whole(work: Any, answers: Sequence[Future[bytes]]) -> Any:
-    """The result of work in the group while the servers answer; their refusals come first."""
-    failure: WeightUpdateError | None = None
-    result = None
-    try:
-        result = work()
-    except WeightUpdateError as error:
-        failure = error
-    for answer in answers:
-        answer.result()
-    if failure is not None:
-        raise failure
-    return result

@@ -89,7 +89,8 @@ def _columns(first_warp, V: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constex
 @triton.jit
 def _add_product(factor, total, a, b):
     """Add a product to the running sum factor * total with one rounding."""
-    return 1.0, tl.fma(a, b, factor * total)
+    # Not the number 1.0, which Triton 3.8 takes for no value.
+    return tl.full((), 1.0, tl.float32), tl.fma(a, b, factor * total)
 
 
 @triton.jit

@@ -76,12 +76,12 @@ def empty_split(BLOCK_DIM: tl.constexpr, QUERIES: tl.constexpr, KV_LEFT: tl.cons
 
 
 @triton.jit
-def block_of(table, begin, stop, BLOCK_SIZE: tl.constexpr):
+def block_of(memory, begin, stop, BLOCK_SIZE: tl.constexpr):
     """The block of a tile's first position; block 0 if the tile does not exist.
 
     Loaded one tile ahead, so that a tile's KV loads never wait for it.
     """
-    return tl.load(table + begin // BLOCK_SIZE, mask=begin < stop, other=0)
+    return tl.load(memory[0] + begin // BLOCK_SIZE, mask=begin < stop, other=0)
 
 
 @triton.jit
@@ -92,10 +92,7 @@ def with_tile(
     begin,  # the tile's first position
     stop,  # one past the last position that any query sees
     block,  # of block_of
-    table,  # [max_blocks] int64: the slot's blocks
-    keys,
-    values,
-    block_stride,
+    memory,  # the slot's blocks [max_blocks] int64, keys and values, and the stride of their blocks
     scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -109,8 +106,8 @@ def with_tile(
     the program do not matter. Positions that no row here can see are not read.
     """
     acc, totals, peak = state
-    KV_AXIS: tl.constexpr = 0 if KV_LEFT else 1
-    dim = tl.arange(0, acc.shape[KV_AXIS])
+    table, keys, values, block_stride = memory
+    dim = tl.arange(0, acc.shape[0 if KV_LEFT else 1])
     at = begin + tl.arange(0, TILE)
     seen = at < stop
     start, offset = places(at, seen, begin, block, table, block_stride, HEAD_DIM, BLOCK_SIZE, TILE)
@@ -126,16 +123,13 @@ def with_tile(
         visible = visible & (where > limit - SLIDING_WINDOW)
     scores = tl.where(visible, scores, float("-inf"))
 
-    new_peak = tl.maximum(peak, tl.max(scores, KV_AXIS))
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weights = tl.exp2((scores - per_query(base, KV_LEFT)) * scale).to(q.dtype)
-    shrink = per_query(tl.exp2((peak - base) * scale), KV_LEFT)
+    weights, shrink, peak = softmax(scores, peak, scale, q.dtype, KV_LEFT)
     # In the accumulators' shape: as a left operand, V needs its elements first.
     v_at = per_query(offset, KV_LEFT) + per_element(dim, KV_LEFT)
     v_mask = per_query(seen, KV_LEFT) & per_element(dim < HEAD_DIM, KV_LEFT)
     v = as_read(tl.load(values + start + v_at, mask=v_mask, other=0), q.dtype)
     acc, totals = accumulated(acc * shrink, totals * shrink, weights, v, KV_LEFT)
-    return acc, totals, new_peak
+    return acc, totals, peak
 
 
 @triton.jit
@@ -160,6 +154,15 @@ def places(
         blocks = tl.load(table + at // BLOCK_SIZE, mask=seen, other=0)
         offset = blocks * block_stride + at % BLOCK_SIZE * HEAD_DIM
     return start, offset
+
+
+@triton.jit
+def softmax(scores, peak, scale, dtype: tl.constexpr, KV_LEFT: tl.constexpr):
+    """A tile's weights in ``dtype``, what shrinks the state before it, and the maximum score."""
+    new_peak = tl.maximum(peak, tl.max(scores, 0 if KV_LEFT else 1))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2((scores - per_query(base, KV_LEFT)) * scale).to(dtype)
+    return weights, per_query(tl.exp2((peak - base) * scale), KV_LEFT), new_peak
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Splits of a row's KV: one split, all splits in sequence, and the merge of partial results."""
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+# mypy: disable-error-code=assignment
 from __future__ import annotations
 
 import triton
@@ -11,6 +12,8 @@ from sametoken.ops.model.attention.arithmetic import (
     empty_split,
     end_of,
     merged,
+    normalised,
+    scaled,
     split_range,
     total_of,
     with_tile,
@@ -22,16 +25,14 @@ from sametoken.ops.pdl import prefetch_l2
 def prefetch_split(
     split,
     last_position,
-    table,
-    keys,
-    values,
-    block_stride,
+    memory,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Prefetch a split's KV into L2 while the kernel before still writes the newest of it."""
+    table, keys, values, block_stride = memory
     ROW_BYTES: tl.constexpr = HEAD_DIM * (keys.dtype.element_ty.primitive_bitwidth // 8)
     if PDL and ROW_BYTES % 16 == 0:
         at = tl.minimum(split * SPLIT + tl.arange(0, SPLIT), last_position)
@@ -46,10 +47,7 @@ def split_result(
     q,  # as for with_tile
     position,
     split,
-    table,
-    keys,
-    values,
-    block_stride,
+    memory,
     scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -62,12 +60,12 @@ def split_result(
     """One split's weighted values, total weight and maximum score."""
     acc, totals, peak = empty_split(BLOCK_DIM, position.shape[0], KV_LEFT)
     stop = end_of(position, split, SPLIT)
-    block = block_of(table, split * SPLIT, stop, BLOCK_SIZE)
+    block = block_of(memory, split * SPLIT, stop, BLOCK_SIZE)
     for begin in tl.range(split * SPLIT, stop, TILE):
-        following = block_of(table, begin + TILE, stop, BLOCK_SIZE)
+        following = block_of(memory, begin + TILE, stop, BLOCK_SIZE)
         acc, totals, peak = with_tile(
-            (acc, totals, peak), q, position, begin, stop, block, table, keys, values, block_stride,
-            scale, HEAD_DIM, BLOCK_SIZE, TILE, SLIDING_WINDOW, KV_LEFT,
+            (acc, totals, peak), q, position, begin, stop, block, memory, scale,
+            HEAD_DIM, BLOCK_SIZE, TILE, SLIDING_WINDOW, KV_LEFT,
         )  # fmt: skip
         block = following
     return acc, total_of(totals, KV_LEFT), peak
@@ -77,10 +75,7 @@ def split_result(
 def sequential_result(
     q,  # as for with_tile
     position,
-    table,
-    keys,
-    values,
-    block_stride,
+    memory,
     scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -101,12 +96,12 @@ def sequential_result(
     stop = end_of(position, last, SPLIT)
     acc, totals, peak = empty_split(BLOCK_DIM, QUERIES, KV_LEFT)
     sums, weight, top = acc, tl.zeros([QUERIES], tl.float32), peak
-    block = block_of(table, first * SPLIT, stop, BLOCK_SIZE)
+    block = block_of(memory, first * SPLIT, stop, BLOCK_SIZE)
     for begin in tl.range(first * SPLIT, stop, TILE):
-        following = block_of(table, begin + TILE, stop, BLOCK_SIZE)
+        following = block_of(memory, begin + TILE, stop, BLOCK_SIZE)
         acc, totals, peak = with_tile(
-            (acc, totals, peak), q, position, begin, stop, block, table, keys, values, block_stride,
-            scale, HEAD_DIM, BLOCK_SIZE, TILE, SLIDING_WINDOW, KV_LEFT,
+            (acc, totals, peak), q, position, begin, stop, block, memory, scale,
+            HEAD_DIM, BLOCK_SIZE, TILE, SLIDING_WINDOW, KV_LEFT,
         )  # fmt: skip
         block = following
         # Selects, not a branch, which would force the accumulators out of the tensor cores.
@@ -137,14 +132,11 @@ def merged_parts(
     total = tl.zeros([1], tl.float32)
     # Four splits' loads in flight, then four merges; splits past the last have no effect.
     for split in range(first, last + 1, 4):
-        part_0 = _part(sums, stats, split, last, HEAD_DIM, BLOCK_DIM)
-        part_1 = _part(sums, stats, split + 1, last, HEAD_DIM, BLOCK_DIM)
-        part_2 = _part(sums, stats, split + 2, last, HEAD_DIM, BLOCK_DIM)
-        part_3 = _part(sums, stats, split + 3, last, HEAD_DIM, BLOCK_DIM)
-        acc, total, peak = merged(acc, total, peak, part_0, scale, True)
-        acc, total, peak = merged(acc, total, peak, part_1, scale, True)
-        acc, total, peak = merged(acc, total, peak, part_2, scale, True)
-        acc, total, peak = merged(acc, total, peak, part_3, scale, True)
+        parts = ()
+        for ahead in tl.static_range(4):
+            parts += (_part(sums, stats, split + ahead, last, HEAD_DIM, BLOCK_DIM),)
+        for ahead in tl.static_range(4):
+            acc, total, peak = merged(acc, total, peak, parts[ahead], scale, True)
     return acc, total, peak
 
 
@@ -157,3 +149,13 @@ def _part(sums, stats, split, last, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.conste
     total = tl.load(stat, seen, 0)
     peak = tl.load(stat + 1, seen, float("-inf"))
     return acc, total, peak
+
+
+@triton.jit
+def store_output(out, at, acc, total, scales, kv_head, dead, HEAD_DIM: tl.constexpr):
+    """Store at ``at`` one query's output, of what its splits merged to; 0 if its row is dead."""
+    result = scaled(normalised(acc, total, True), scales, kv_head)
+    if dead is not None:
+        result = tl.where(dead, 0.0, result)
+    dim = tl.arange(0, acc.shape[0])[:, None]
+    tl.store(out + at * HEAD_DIM + dim, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)

@@ -37,6 +37,7 @@ from sametoken.ops.model.attention.splits import (
     prefetch_split,
     sequential_result,
     split_result,
+    store_output,
 )
 from sametoken.ops.model.attention.tiles import tile_rows, tiles_of
 from sametoken.ops.model.attention.tuning import LOG2_E, SPLIT, AttentionConfig, Form, choose
@@ -163,7 +164,7 @@ def _launch(
         )
         return
     max_splits = cdiv(max_seq_len, config.split)
-    programs = config.programs_per_tile(tiles.count * shape.num_kv_heads, max_splits)
+    programs = min(max_splits, cdiv(config.programs, tiles.count * shape.num_kv_heads))
     scratch = scratch_of(group, shape, max_seq_len, config)
     sums = q.new_empty(scratch.sums, dtype=torch.float32)
     stats = q.new_empty(scratch.stats, dtype=torch.float32)
@@ -236,12 +237,13 @@ def _sequential_kernel(
     out += first_index * HEAD_DIM
     keys += kv_head * head_stride
     values += kv_head * head_stride
+    memory = (block_table + slot * table_stride, keys, values, block_stride)
 
     isolated = tl.min(position) * 0 - 1
     while isolated <= tl.max(position):
         active = isolate(isolated, position)
         acc, total, peak = sequential_result(
-            q_tile, active, block_table + slot * table_stride, keys, values, block_stride, scale,
+            q_tile, active, memory, scale,
             HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, SPLIT, TILE, SLIDING_WINDOW, KV_LEFT,
         )  # fmt: skip
         if sinks is not None:
@@ -306,21 +308,18 @@ def _split_kv_kernel(
     scale = scaled(scale, k_scales, tl.program_id(1))
     keys += tl.program_id(1) * head_stride
     values += tl.program_id(1) * head_stride
-    table = block_table + slot * table_stride
+    memory = (block_table + slot * table_stride, keys, values, block_stride)
     first_split, last_split = split_range(position, SPLIT, SLIDING_WINDOW)
     split = first_split + tl.program_id(2)
     if split <= last_split:
-        prefetch_split(
-            split, tl.max(position), table, keys, values, block_stride,
-            HEAD_DIM, BLOCK_SIZE, SPLIT, PDL,
-        )  # fmt: skip
+        prefetch_split(split, tl.max(position), memory, HEAD_DIM, BLOCK_SIZE, SPLIT, PDL)
     gdc_wait(PDL)
     q_tile = tl.load(q + first_index * HEAD_DIM + at, mask=mask, other=0)
     isolated = tl.min(position) * 0 - 1
     while split <= last_split:
         active = isolate(isolated, position)
         acc, total, peak = split_result(
-            q_tile, active, split, table, keys, values, block_stride, scale,
+            q_tile, active, split, memory, scale,
             HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, SPLIT, TILE, SLIDING_WINDOW, KV_LEFT,
         )  # fmt: skip
         part = index * max_splits + split
@@ -369,6 +368,7 @@ def _merge_kernel(
     sums += part * max_splits * HEAD_DIM
     stats += part * max_splits * 2
     position = tl.load(positions + row + tl.arange(0, 1)).to(tl.int32)
+    dead = None
     if starts is not None:
         dead = tl.load(slots + row) != tl.load(slots + begin)
     scale = scaled(scale, k_scales, head // GROUP)
@@ -379,9 +379,5 @@ def _merge_kernel(
     if sinks is not None:
         sink = tl.load(sinks + head + tl.arange(0, 1))
         acc, total = with_sink(acc, total, peak, sink, scale, True)
-    dim = tl.arange(0, BLOCK_DIM)[:, None]
-    result = scaled(normalised(acc, total, True), v_scales, head // GROUP)
-    if starts is not None:
-        result = tl.where(dead, 0.0, result)
-    at = (row.to(tl.int64) * heads + head) * HEAD_DIM
-    tl.store(out + at + dim, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    at = row.to(tl.int64) * heads + head
+    store_output(out, at, acc, total, v_scales, head // GROUP, dead, HEAD_DIM)

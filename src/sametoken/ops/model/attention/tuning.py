@@ -49,11 +49,6 @@ class AttentionConfig:
     kv_left: bool = True
     programs: int = 528
 
-    def programs_per_tile(self, tiles_and_heads: int, max_splits: int) -> int:
-        """Programs that share the splits of a query tile."""
-        programs: int = cdiv(self.programs, tiles_and_heads)
-        return min(max_splits, programs)
-
 
 #: Configurations by the least number of programs (query tiles x KV heads) of a launch.
 ByPrograms = tuple[tuple[int, AttentionConfig], ...]

@@ -27,12 +27,13 @@ from sametoken.ops.model.attention.arithmetic import (
     per_query,
     places,
     scaled,
+    softmax,
     tile_queries,
     total_of,
 )
 from sametoken.ops.model.attention.kv_triton import as_bytes, as_read
 from sametoken.ops.model.attention.schedule import LEVELS, begin_of, max_splits, split_of
-from sametoken.ops.model.attention.splits import merged_parts
+from sametoken.ops.model.attention.splits import merged_parts, store_output
 from sametoken.ops.model.attention.tiles import tile_rows, tiles_of
 from sametoken.ops.model.attention.tuning import LOG2_E
 from sametoken.ops.model.latent_attention.shape import LayerLatent
@@ -51,7 +52,6 @@ def attention(
     rows: QueryRows,
     memory: LayerLatent,
     *,
-    max_seq_len: int | None = None,
     config: LatentConfig | None = None,
 ) -> Tensor:
     """Attention of [T, H, width] queries over their slots' vectors: [T, H, rank] in q's dtype.
@@ -65,7 +65,6 @@ def attention(
         rows: positions and slots of the rows, with their runs.
         memory: the layer's vectors, finite in their first ``rank`` elements; of q's dtype, or
             float8 e4m3.
-        max_seq_len: upper bound of positions, exclusive; by default the block table's capacity.
         config: launch configuration; chosen from the shapes by default.
 
     Raises:
@@ -76,8 +75,7 @@ def attention(
         raise InvariantError("attention on a GPU needs the rows' runs")
     if runs.starts is None and runs.count * runs.max_rows > num_rows:
         raise InvariantError(f"{runs.count} runs of {runs.max_rows} are more than {num_rows} rows")
-    capacity = rows.block_table.shape[1] * memory.vectors.shape[1]
-    max_seq_len = capacity if max_seq_len is None else min(max_seq_len, capacity)
+    max_seq_len = rows.block_table.shape[1] * memory.vectors.shape[1]
     assert q.is_contiguous()
     assert memory.vectors.shape[2] == width
     assert memory.vectors.is_contiguous()
@@ -164,15 +162,12 @@ def _queries(
 @triton.jit
 def _with_tile(
     state,  # of empty_split
-    q,  # of _queries
-    q_rope,
+    queries,  # of _queries
     position,  # [queries] int32, -1 for dead queries
     begin,  # the tile's first position
     stop,  # one past the last position that any query sees
     block,  # of block_of
-    table,  # [max_blocks] int64: the slot's blocks
-    vectors,
-    block_stride,
+    memory,  # the slot's blocks [max_blocks] int64, vectors, and the stride of their blocks
     scale,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -182,6 +177,8 @@ def _with_tile(
 ):
     """Online softmax: add one tile of positions to a split's state, as ``with_tile``."""
     acc, totals, peak = state
+    q, q_rope = queries
+    table, vectors, block_stride = memory
     AXIS: tl.constexpr = 0 if KV_LEFT else 1
     dim = tl.arange(0, q.shape[AXIS])[None, :]
     rope = tl.arange(0, q_rope.shape[AXIS])[None, :]
@@ -202,24 +199,18 @@ def _with_tile(
         scores = tl.dot(q_rope, key.T, scores, input_precision="ieee")
     visible = per_element(at, KV_LEFT) <= per_query(position, KV_LEFT)
     scores = tl.where(visible, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, AXIS))
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weights = tl.exp2((scores - per_query(base, KV_LEFT)) * scale).to(q.dtype)
-    shrink = per_query(tl.exp2((peak - base) * scale), KV_LEFT)
+    weights, shrink, peak = softmax(scores, peak, scale, q.dtype, KV_LEFT)
     values = latent.T if KV_LEFT else latent
     acc, totals = accumulated(acc * shrink, totals * shrink, weights, values, KV_LEFT)
-    return acc, totals, new_peak
+    return acc, totals, peak
 
 
 @triton.jit
 def _split_result(
-    q,  # as for _with_tile
-    q_rope,
+    queries,  # as for _with_tile
     position,
     split,
-    table,
-    vectors,
-    block_stride,
+    memory,
     scale,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -228,15 +219,16 @@ def _split_result(
     KV_LEFT: tl.constexpr,
 ):
     """One split's weighted values, total weight and maximum score."""
-    acc, totals, peak = empty_split(q.shape[0 if KV_LEFT else 1], position.shape[0], KV_LEFT)
+    BLOCK_RANK: tl.constexpr = queries[0].shape[0 if KV_LEFT else 1]
+    acc, totals, peak = empty_split(BLOCK_RANK, position.shape[0], KV_LEFT)
     begin = begin_of(split)
     stop = tl.minimum(begin_of(split + 1), tl.max(position) + 1)
-    block = block_of(table, begin, stop, BLOCK_SIZE)
+    block = block_of(memory, begin, stop, BLOCK_SIZE)
     for at in tl.range(begin, stop, TILE):
-        following = block_of(table, at + TILE, stop, BLOCK_SIZE)
+        following = block_of(memory, at + TILE, stop, BLOCK_SIZE)
         acc, totals, peak = _with_tile(
-            (acc, totals, peak), q, q_rope, position, at, stop, block, table, vectors, block_stride,
-            scale, RANK, ROPE, BLOCK_SIZE, TILE, KV_LEFT,
+            (acc, totals, peak), queries, position, at, stop, block, memory, scale,
+            RANK, ROPE, BLOCK_SIZE, TILE, KV_LEFT,
         )  # fmt: skip
         block = following
     return acc, total_of(totals, KV_LEFT), peak
@@ -284,14 +276,14 @@ def _sequential_kernel(
     )
     scale = scaled(scale, vector_scale, 0)
     gdc_wait(PDL)
-    latent, rope = _queries(q, index, first_index, RANK, BLOCK_RANK, ROPE, BLOCK_ROPE, KV_LEFT)
+    queries = _queries(q, index, first_index, RANK, BLOCK_RANK, ROPE, BLOCK_ROPE, KV_LEFT)
     running += first_index * RANK
     weight = tl.zeros([BLOCK_QUERIES], tl.float32)
     top = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
     highest = tl.max(position)
     for split in tl.range(0, tl.where(highest < 0, 0, split_of(highest) + 1)):
         part = _split_result(
-            latent, rope, position, split, block_table + slot * table_stride, vectors, block_stride,
+            queries, position, split, (block_table + slot * table_stride, vectors, block_stride),
             scale, RANK, ROPE, BLOCK_SIZE, TILE, KV_LEFT,
         )  # fmt: skip
         sums = tl.load(running + at, mask=mask & (split > 0), other=0.0)
@@ -348,7 +340,7 @@ def _split_kv_kernel(
     )
     scale = scaled(scale, vector_scale, 0)
     gdc_wait(PDL)
-    latent, rope = _queries(q, index, first_index, RANK, BLOCK_RANK, ROPE, BLOCK_ROPE, KV_LEFT)
+    queries = _queries(q, index, first_index, RANK, BLOCK_RANK, ROPE, BLOCK_ROPE, KV_LEFT)
     first_part = first_index + (place - first).to(tl.int64) * tl.num_programs(1) * GROUP
     sums += first_part * num_splits * RANK
     stats += first_part * num_splits * 2
@@ -358,7 +350,7 @@ def _split_kv_kernel(
     end = tl.where(highest < 0, 0, split_of(highest) + 1)
     for split in tl.range(tl.program_id(2), end, tl.num_programs(2)):
         acc, total, peak = _split_result(
-            latent, rope, position, split, block_table + slot * table_stride, vectors, block_stride,
+            queries, position, split, (block_table + slot * table_stride, vectors, block_stride),
             scale, RANK, ROPE, BLOCK_SIZE, TILE, KV_LEFT,
         )  # fmt: skip
         part = index.to(tl.int64) * num_splits + split
@@ -397,14 +389,10 @@ def _merge_kernel(
     sums += part * num_splits * RANK
     stats += part * num_splits * 2
     last = split_of(tl.load(positions + row).to(tl.int32))
+    dead = None
     if starts is not None:
         dead = tl.load(slots + row) != tl.load(slots + begin)
     scale = scaled(scale, vector_scale, 0)
     gdc_wait(PDL)
     acc, total, _peak = merged_parts(sums, stats, 0, last, scale, RANK, BLOCK_RANK)
-    dim = tl.arange(0, BLOCK_RANK)[:, None]
-    result = scaled(normalised(acc, total, True), vector_scale, 0)
-    if starts is not None:
-        result = tl.where(dead, 0.0, result)
-    at = (row.to(tl.int64) * heads + head) * RANK
-    tl.store(out + at + dim, result.to(out.dtype.element_ty), mask=dim < RANK)
+    store_output(out, row.to(tl.int64) * heads + head, acc, total, vector_scale, 0, dead, RANK)

@@ -1,6 +1,7 @@
-"""A query tile's sums over its splits on Hopper, in Gluon: how splits are joined, what is kept.
+"""A query tile's softmax and sums on Hopper, in Gluon: of a KV tile, and over splits.
 
-Between two splits, sums lie in shared memory, or in memory where that has no room for large heads.
+Queries are the rows of scores, or the columns if KV is on the left of products. Between two splits,
+sums lie in shared memory, or in memory where that has no room for large heads.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-untyped-defs=false
@@ -11,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sametoken.ops.hopper_layouts import products
+from sametoken.ops.model.attention.arithmetic import per_element, per_query
 from sametoken.ops.model.attention.tuning import LOG2_E
 
 #: Queries of a warp group.
@@ -30,6 +32,33 @@ def kept_shape(block_dim, warp_groups):
     if block_dim <= SHARED_DIM.value:
         return [1, QUERIES.value, block_dim]
     return [block_dim // PART.value if warp_groups == 1 else 1, QUERIES.value, PART.value]
+
+
+@gluon.jit
+def hidden(scores, tile, seen, uncut, uncut_end, WINDOW: gl.constexpr, KV_LEFT: gl.constexpr):
+    """Scores of one KV tile, without those that a query does not see; most tiles are seen whole."""
+    cut = tile >= uncut_end
+    if uncut is not None:
+        cut = cut | (tile < uncut)
+    if cut:
+        TILE: gl.constexpr = scores.shape[0 if KV_LEFT else 1]
+        BY_PLACE: gl.constexpr = gl.SliceLayout(1 if KV_LEFT else 0, scores.type.layout)
+        at = per_element(tile * TILE + gl.arange(0, TILE, layout=BY_PLACE), KV_LEFT)
+        last = per_query(seen, KV_LEFT)
+        visible = at <= last
+        if WINDOW:
+            visible = visible & (at > last - WINDOW)
+        scores = gl.where(visible, scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def softmax(scores, top, scale, KV_LEFT: gl.constexpr):
+    """Online softmax over one more tile: its weights, the maximum, and what shrinks sums."""
+    new_top = gl.maximum(top, gl.max(scores, 0 if KV_LEFT else 1))
+    shrink = gl.exp2((top - new_top) * scale)
+    weights = gl.exp2(gl.fma(scores, scale, -per_query(new_top * scale, KV_LEFT)))
+    return weights, new_top, shrink
 
 
 @gluon.jit

@@ -30,8 +30,10 @@ from sametoken.ops.hopper_layouts import load_box, products, swizzled
 from sametoken.ops.model.attention.hopper_sums import (
     LOWEST,
     QUERIES,
+    hidden,
     joined,
     keep,
+    softmax,
     summed,
     with_sinks,
 )
@@ -169,46 +171,53 @@ def load_queries(
 
 
 @gluon.jit
-def _hidden(
-    scores, tile, seen, uncut, uncut_end, TILE: gl.constexpr, WINDOW: gl.constexpr
-):  # fmt: skip
-    """Scores of one KV tile, without those that a query does not see; most tiles are seen whole."""
-    if (tile >= uncut_end) | (tile < uncut):
-        LAYOUT: gl.constexpr = scores.type.layout
-        at = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, LAYOUT))
-        visible = at[None, :] <= seen[:, None]
-        if WINDOW:
-            visible = visible & (at[None, :] > seen[:, None] - WINDOW)
-        scores = gl.where(visible, scores, float("-inf"))
-    return scores
-
-
-@gluon.jit
-def _multiply_keys(q_memory, tiles, full, use):
+def multiply_keys(q_memory, tiles, full, use, KV_LEFT: gl.constexpr):
     """Begin the products of queries and keys, once the keys are there."""
     SLOTS: gl.constexpr = tiles.shape[0]
-    TILE: gl.constexpr = tiles.shape[1]
-    no_scores = gl.zeros([QUERIES, TILE], gl.float32, products(TILE))
     mbarrier.wait(full.index(use % SLOTS), (use // SLOTS) & 1)
-    keys = tiles.index(use % SLOTS).permute((1, 0))
-    return warpgroup_mma(q_memory, keys, no_scores, use_acc=False, is_async=True)
+    keys = tiles.index(use % SLOTS)
+    left, right = (keys, q_memory) if KV_LEFT else (q_memory, keys)
+    SHAPE: gl.constexpr = [left.shape[0], right.shape[0]]
+    no_scores = gl.zeros(SHAPE, gl.float32, products(SHAPE[1]))
+    return warpgroup_mma(left, right.permute((1, 0)), no_scores, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _add_values(weights, tiles, full, use, acc):
-    """Begin to add weighted values, once the values are there."""
+def add_values(weights, tiles, full, use, acc, KV_LEFT: gl.constexpr):
+    """Begin to add values by weights, once the values are there.
+
+    Weights are in registers, or with KV on the left in shared memory.
+    """
     SLOTS: gl.constexpr = tiles.shape[0]
     mbarrier.wait(full.index(use % SLOTS), (use // SLOTS) & 1)
-    return warpgroup_mma(weights, tiles.index(use % SLOTS), acc, is_async=True)
+    values = tiles.index(use % SLOTS)
+    if KV_LEFT:
+        acc = warpgroup_mma(values.permute((1, 0)), weights.permute((1, 0)), acc, is_async=True)
+    else:
+        acc = warpgroup_mma(weights, values, acc, is_async=True)
+    return acc
 
 
 @gluon.jit
-def _softmax(scores, top, total, scale):
-    """Online softmax over one more tile: weights, maximum, total weight, and what shrinks sums."""
-    new_top = gl.maximum(top, gl.max(scores, 1))
-    shrink = gl.exp2((top - new_top) * scale)
-    weights = gl.exp2(gl.fma(scores, scale, -(new_top * scale)[:, None]))
-    return weights, new_top, gl.fma(total, shrink, gl.sum(weights, 1)), shrink
+def _total_of(weights, KV_LEFT: gl.constexpr):
+    """Total weights [queries], of columns added as of rows.
+
+    There four threads have a query's positions, eight apart, two neighbours each.
+    """
+    if KV_LEFT:
+        AS_ROWS: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
+        rows = gl.convert_layout(weights.permute((1, 0)), AS_ROWS)
+        total = gl.convert_layout(gl.sum(rows, 1), gl.SliceLayout(0, weights.type.layout))
+    else:
+        total = gl.sum(weights, 1)
+    return total
+
+
+@gluon.jit
+def weigh(scores, top, total, scale, KV_LEFT: gl.constexpr):
+    """As ``softmax``, with the total weight before what shrinks sums."""
+    weights, top, shrink = softmax(scores, top, scale, KV_LEFT)
+    return weights, top, gl.fma(total, shrink, _total_of(weights, KV_LEFT)), shrink
 
 
 @gluon.jit
@@ -294,28 +303,25 @@ def _end_split(
 
 
 @gluon.jit
-def _first_weights(
+def first_weights(
     q_memory, tiles, full, free, use, kv, seen, uncut, uncut_end, lowest, scale,
-    WINDOW: gl.constexpr, WEIGHTS: gl.constexpr,
+    WINDOW: gl.constexpr, KV_LEFT: gl.constexpr,
 ):  # fmt: skip
     """Weights, maximum and total weight of the first KV tile."""
-    SLOTS: gl.constexpr = tiles.shape[0]
-    TILE: gl.constexpr = tiles.shape[1]
-    token = _multiply_keys(q_memory, tiles, full, use)
+    token = multiply_keys(q_memory, tiles, full, use, KV_LEFT)
     scores = warpgroup_mma_wait(0, deps=(token,))
-    mbarrier.arrive(free.index(use % SLOTS), count=1)
-    scores = _hidden(scores, kv, seen, uncut, uncut_end, TILE, WINDOW)
-    weights, top, total, _ = _softmax(scores, lowest, gl.zeros_like(lowest), scale)
-    return gl.convert_layout(weights.to(q_memory.dtype), WEIGHTS), top, total
+    mbarrier.arrive(free.index(use % tiles.shape[0]), count=1)
+    scores = hidden(scores, kv, seen, uncut, uncut_end, WINDOW, KV_LEFT)
+    weights, top, total, _ = weigh(scores, lowest, gl.zeros_like(lowest), scale, KV_LEFT)
+    return weights, top, total
 
 
 @gluon.jit
-def _last_values(weights, tiles, full, free, use, acc):
+def last_values(weights, tiles, full, free, use, acc, KV_LEFT: gl.constexpr):
     """The weighted values of a split, its last KV tile's included."""
-    SLOTS: gl.constexpr = tiles.shape[0]
-    token = _add_values(weights, tiles, full, use, acc)
+    token = add_values(weights, tiles, full, use, acc, KV_LEFT)
     acc = warpgroup_mma_wait(0, deps=(token,))
-    mbarrier.arrive(free.index(use % SLOTS), count=1)
+    mbarrier.arrive(free.index(use % tiles.shape[0]), count=1)
     return acc
 
 
@@ -343,10 +349,11 @@ def attend(
     # Dead rows count as rows that follow: what they see does not matter.
     uncut, uncut_end = uncut_tiles(position, num_rows, TILE, WINDOW)
 
-    weights, top, total = _first_weights(
+    weights, top, total = first_weights(
         q_memory, tiles, full, free, 2 * count, begin, seen, uncut, uncut_end, lowest, scale,
-        WINDOW, WEIGHTS,
+        WINDOW, False,
     )  # fmt: skip
+    weights = gl.convert_layout(weights.to(DTYPE), WEIGHTS)
     acc = gl.zeros([QUERIES, BLOCK_DIM], gl.float32, SUMS)
     all_top, all_total = lowest, gl.zeros_like(lowest)
     split = split_of(begin * TILE)
@@ -354,15 +361,15 @@ def attend(
     border = first_border
     for kv in range(begin + 1, end):
         use = 2 * (count + kv - begin)
-        scores_token = _multiply_keys(q_memory, tiles, full, use)
-        acc_token = _add_values(weights, tiles, full, use - 1, acc)
+        scores_token = multiply_keys(q_memory, tiles, full, use, False)
+        acc_token = add_values(weights, tiles, full, use - 1, acc, False)
         scores = warpgroup_mma_wait(1, deps=(scores_token,))
         mbarrier.arrive(free.index(use % SLOTS), count=1)
-        scores = _hidden(scores, kv, seen, uncut, uncut_end, TILE, WINDOW)
+        scores = hidden(scores, kv, seen, uncut, uncut_end, WINDOW, False)
         split_top, split_total = top, total
         if kv == border:
             top, total = lowest, gl.zeros_like(lowest)
-        next_weights, top, total, shrink = _softmax(scores, top, total, scale)
+        next_weights, top, total, shrink = weigh(scores, top, total, scale, False)
         acc = warpgroup_mma_wait(0, deps=(acc_token,))
         mbarrier.arrive(free.index((use - 1) % SLOTS), count=1)
         if kv == border:
@@ -377,7 +384,7 @@ def attend(
         else:
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
         weights = gl.convert_layout(next_weights.to(DTYPE), WEIGHTS)
-    acc = _last_values(weights, tiles, full, free, 2 * (count + end - begin) - 1, acc)
+    acc = last_values(weights, tiles, full, free, 2 * (count + end - begin) - 1, acc, False)
     if kept is not None and joins:
         top, total, old, new = joined(all_top, all_total, top, total, scale)
         acc = summed(kept, rest, acc, old, new, end > first_border)

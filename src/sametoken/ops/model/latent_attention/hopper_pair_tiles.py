@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import load_box, products
-from sametoken.ops.model.attention.hopper_sums import LOWEST
+from sametoken.ops.model.attention.hopper_sums import LOWEST, hidden
 from sametoken.ops.model.latent_attention.hopper_tiles import (
     HALF,
     RANK,
@@ -132,15 +132,6 @@ def _total(sums):
 
 
 @gluon.jit
-def _hidden(scores, tile, seen, uncut_end):
-    """Scores of one tile without those that a query does not see; most tiles are seen whole."""
-    if tile >= uncut_end:
-        at = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, scores.type.layout))
-        scores = gl.where(at[None, :] <= seen[:, None], scores, float("-inf"))
-    return scores
-
-
-@gluon.jit
 def _scores(queries, tiles, full, count):
     """Issue the scores of the tile after ``count`` others as its halves arrive: three groups."""
     lows, highs, keys = tiles
@@ -189,7 +180,7 @@ def _add_own(
     _, shared, tops, _, tiles, barriers = memory
     free, ready = barriers[1], barriers[4]
     slot = count % SLOTS
-    scores = _hidden(scores, tile, seen, uncut_end)
+    scores = hidden(scores, tile, seen, None, uncut_end, 0, False)
     new_top = gl.maximum(top, gl.max(scores, 1))
     shrink = gl.exp2((top - new_top) * scale)
     tops.index(ME).store(new_top)

@@ -45,7 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import load_box, new_barriers, products, swizzled
-from sametoken.ops.model.attention.hopper_sums import LOWEST
+from sametoken.ops.model.attention.hopper_sums import LOWEST, hidden, softmax
 
 #: Positions of a tile, which affect bits.
 TILE = gl.constexpr(64)
@@ -161,15 +161,6 @@ def _scores(queries, low, high, keys):
 
 
 @gluon.jit
-def _hidden(scores, tile, seen, uncut_end):
-    """Scores of one tile without those that a query does not see; most tiles are seen whole."""
-    if tile >= uncut_end:
-        at = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, scores.type.layout))
-        scores = gl.where(at[:, None] <= seen[None, :], scores, float("-inf"))
-    return scores
-
-
-@gluon.jit
 def weigh_split(queries, tiles, exchanged, barriers, count, begin, end, seen, uncut_end, scale):
     """The weights of one split, tiles ``begin .. end - 1``, of a query tile, by a warp group.
 
@@ -189,17 +180,14 @@ def weigh_split(queries, tiles, exchanged, barriers, count, begin, end, seen, un
         slot = count % SLOTS
         mbarrier.wait(full.index(slot), (count // SLOTS) & 1)
         scores = _scores(queries, lows.index(slot), highs.index(slot), keys.index(slot))
-        scores = _hidden(scores, tile, seen, uncut_end)
-        new_top = gl.maximum(top, gl.max(scores, 0))
-        shrink = gl.exp2((top - new_top) * scale)
-        weights = gl.exp2(gl.fma(scores, scale, -(new_top * scale)[None, :]))
+        scores = hidden(scores, tile, seen, None, uncut_end, 0, True)
+        weights, top, shrink = softmax(scores, top, scale, True)
         shrinks.index(slot).store(shrink)
         shared.index(slot).permute((1, 0)).store(weights.to(shared.dtype))
         fence_async_shared()
         mbarrier.arrive(ready.index(slot), count=1)
         totals = gl.fma(older, shrink[None, :], weights)
         newer, older = totals, newer * shrink[None, :]
-        top = new_top
         count += 1
     return gl.sum(newer, 0) + gl.sum(older, 0), top
 

@@ -42,16 +42,15 @@ COLUMNS = (8, 16)
 
 #: Query tiles x KV heads up to which a program has a multiprocessor of its own, and its splits are
 #: done sooner. Of more, two share one: while the one begins or ends a query tile, the other loads.
-FEW_TILES = 128
-
-#: The same of tiles of columns.
-FEW_COLUMN_TILES = 32
+#: The second of tiles of columns.
+FEW_PROGRAMS, FEW_COLUMN_PROGRAMS = 128, 32
 
 #: Positions of a window up to which a program of 64 queries is done first, of few rows or many.
 SHORT_WINDOW = 256
 
-#: Most query tiles of a launch of splits: each program looks at all of them.
-MAX_TILES = 1024
+#: Most query tiles of a launch of splits: each program looks at all of them. Of few tiles, with a
+#: kernel of its own.
+MAX_TILES, FEW_TILES = 1024, 128
 
 #: Most query tiles x KV heads of a launch of splits.
 MAX_COUNTERS = 1 << 17
@@ -184,9 +183,9 @@ def choose(
     if width * group <= QUERIES // 2 or programs < BUSY_PROGRAMS:
         columns = columns_of(width * group)
         if columns:
-            config = table.columns if programs > FEW_COLUMN_TILES else table.few_columns
+            config = table.columns if programs > FEW_COLUMN_PROGRAMS else table.few_columns
             return replace(config, columns=columns)
-        return table.splits if programs > FEW_TILES else table.few
+        return table.splits if programs > FEW_PROGRAMS else table.few
     if width <= rows or programs < BUSY_PROGRAMS * table.wide.warp_groups:
         return table.narrow
     return table.wide
@@ -327,5 +326,6 @@ def _launch(
     splits_kernel[(config.programs,)](
         *inputs, out, sums, stats, arrived, group.first, group.max_rows, tiles_per_run, num_tiles,
         table.stride(0), max_splits(max_seq_len), scale,
-        COLUMNS=config.columns, BLOCK_TILES=128 if num_tiles <= 128 else MAX_TILES, **constants,
+        COLUMNS=config.columns, BLOCK_TILES=FEW_TILES if num_tiles <= FEW_TILES else MAX_TILES,
+        **constants,
     )  # fmt: skip

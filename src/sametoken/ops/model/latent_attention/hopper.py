@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from sametoken.ops.backend import QueryRows, RunGroup
 from sametoken.ops.hopper import MULTIPROCESSORS, is_hopper
 from sametoken.ops.hopper_layouts import boxes
+from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.model.attention.hopper import reads_earlier_passes
 from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.ops.model.attention.schedule import max_splits
@@ -145,14 +144,14 @@ def choose(
     ``num_rows`` limits the rows of all runs together. Runs that ``are_chunks`` of prompts are
     seldom both many and a tile each. Then whole rows serve, a kernel that start-up has compiled.
     """
-    queries = min(max(16, triton.next_power_of_2(width * num_heads)), PAIR_QUERIES)
-    tiles = num_runs * triton.cdiv(width * num_heads, queries)
+    queries = min(max(16, next_power_of_2(width * num_heads)), PAIR_QUERIES)
+    tiles = num_runs * cdiv(width * num_heads, queries)
     partial_bytes = 4 * num_runs * width * num_heads * RANK * max_splits(max_seq_len)
     one_each = width * num_heads <= queries
     most = FEW_TILES if are_chunks and one_each else MAX_TILES
     fits = tiles <= most and partial_bytes <= MAX_PARTIAL_BYTES
     programs = most_tiles(num_runs, width * num_heads, num_rows * num_heads, queries)
-    few = programs < BUSY_PROGRAMS * triton.cdiv(programs, MULTIPROCESSORS)
+    few = programs < BUSY_PROGRAMS * cdiv(programs, MULTIPROCESSORS)
     if fits and (few or one_each):
         joins = queries == JOINING.queries and tiles >= JOINING_TILES
         return JOINING if joins else CONFIGS[queries]
@@ -233,61 +232,31 @@ def _launch(
     config: LatentHopperConfig,
 ) -> None:
     assert rows.runs is not None
+    heads, table, pair = q.shape[1], rows.block_table, config.queries == PAIR_QUERIES
     where = (rows.positions, rows.slots, rows.runs.starts)
-    queries = boxes(q, PAIR_QUERIES) if config.queries == PAIR_QUERIES else q
-    vectors = boxes(memory.vectors, min(memory.vectors.shape[1], 64), 64 * memory.vectors.itemsize)
-    inputs = (queries, vectors, *where, rows.block_table, memory.scale)
-    itemsize, few = memory.vectors.itemsize, config.queries < PAIR_QUERIES
-    sizes = FEW_SIZES[itemsize, config.queries, config.joins] if few else PAIR_SIZES[itemsize]
+    queries = boxes(q, PAIR_QUERIES) if pair else q
+    block_size, itemsize = memory.vectors.shape[1], memory.vectors.itemsize
+    vectors = boxes(memory.vectors, min(block_size, 64), 64 * itemsize)
+    inputs = (queries, vectors, *where, table, memory.scale)
+    sizes = PAIR_SIZES[itemsize] if pair else FEW_SIZES[itemsize, config.queries, config.joins]
     constants = {
-        "HEADS": q.shape[1],
-        "BLOCK_SIZE": memory.vectors.shape[1],
+        "HEADS": heads,
+        "BLOCK_SIZE": block_size,
         **sizes,
         **pdl_options(q, early=reads_earlier_passes(rows)),
     }
-    max_seq_len = rows.block_table.shape[1] * memory.vectors.shape[1]
-    scratch = scratch_of(group, len(q), q.shape[1], max_seq_len, config)
-    launch = _launch_splits if config.programs else _launch_rows
-    launch(q, scale, inputs, out, group, config, constants, scratch)
-
-
-def _launch_rows(
-    q: Tensor,
-    scale: float,
-    inputs: tuple[Any, ...],
-    out: Tensor,
-    group: RunGroup,
-    config: LatentHopperConfig,
-    constants: dict[str, int],
-    scratch: Scratch,
-) -> None:
-    assert config.queries == PAIR_QUERIES
-    tiles = _pair_tiles(group, len(q), q.shape[1])
-    running = q.new_empty(scratch.sums, dtype=torch.float32)
-    table = inputs[-2]
-    pair_rows_kernel[(tiles,)](
-        *inputs, running, out, group.first, group.max_rows, group.num_runs, table.stride(0),
-        scale, BLOCK_RUNS=block_runs(table, group),
-        **constants,
-    )  # fmt: skip
-
-
-def _launch_splits(
-    q: Tensor,
-    scale: float,
-    inputs: tuple[Any, ...],
-    out: Tensor,
-    group: RunGroup,
-    config: LatentHopperConfig,
-    constants: dict[str, int],
-    scratch: Scratch,
-) -> None:
-    heads, (*_, positions, slots, starts, table, vector_scale) = q.shape[1], inputs
-    pair = config.queries == PAIR_QUERIES
-    tiles_per_run = triton.cdiv(group.max_rows * heads, config.queries)
-    num_tiles = group.num_runs * tiles_per_run
-    most = max_splits(table.shape[1] * constants["BLOCK_SIZE"])
+    scratch = scratch_of(group, len(q), heads, table.shape[1] * block_size, config)
     sums = q.new_empty(scratch.sums, dtype=torch.float32)
+    if not config.programs:
+        assert pair
+        pair_rows_kernel[(_pair_tiles(group, len(q), heads),)](
+            *inputs, sums, out, group.first, group.max_rows, group.num_runs, table.stride(0), scale,
+            BLOCK_RUNS=block_runs(table, group), **constants,
+        )  # fmt: skip
+        return
+    tiles_per_run = cdiv(group.max_rows * heads, config.queries)
+    num_tiles = group.num_runs * tiles_per_run
+    most = max_splits(table.shape[1] * block_size)
     stats = q.new_empty(scratch.stats, dtype=torch.float32)
     tile_sizes = (group.first, group.max_rows, tiles_per_run, num_tiles, table.stride(0), most)
     constants["BLOCK_TILES"] = FEW_TILES if num_tiles <= FEW_TILES else MAX_TILES
@@ -302,7 +271,7 @@ def _launch_splits(
             QUERIES=config.queries, JOINS=config.joins, **constants,
         )  # fmt: skip
     join_kernel[group.num_runs * group.max_rows, heads](
-        sums, stats, positions, slots, starts, vector_scale, num_joined, out, *tile_sizes[:3],
+        sums, stats, *where, memory.scale, num_joined, out, *tile_sizes[:3],
         config.queries, most, scale, HEADS=heads, PAIR=pair, **JOIN_SIZES[config.joins],
         **pdl_options(q),
     )  # fmt: skip

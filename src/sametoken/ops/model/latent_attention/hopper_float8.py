@@ -79,18 +79,15 @@ def widen_all(ring, landed, full, num_tiles, SLOTS: gl.constexpr, WARPS: gl.cons
 
 @gluon.jit
 def widen_by_splits(
-    positions, starts, ring, landed, full,
-    first_run, width, tiles_per_run, num_tiles, tile, start, low, high,
+    positions, starts, ring, landed, full, runs, tile, start, low, high,
     HEADS: gl.constexpr, QUERIES: gl.constexpr, SLOTS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """As ``widen_all``, of the tiles that the loading warp of kernels of splits loads."""
     if WARPS:
+        _, _, _, num_tiles = runs
         count = 0
         while (tile < num_tiles) & (start < high):
-            run = first_run + tile // tiles_per_run
-            begin, first, num_queries = tile_of(
-                tile, run, starts, width, tiles_per_run, HEADS, QUERIES
-            )
+            begin, first, num_queries = tile_of(tile, starts, runs, HEADS, QUERIES)
             if first < num_queries:
                 _, end, split, last, _ = own_splits(
                     positions, begin, first, num_queries, start, low, high, HEADS, QUERIES

@@ -50,15 +50,15 @@ from sametoken.ops.model.latent_attention.hopper_tiles import (
 @gluon.jit
 def _load_by_splits(
     vectors, positions, slots, starts, block_table, ring, landed, free,
-    first_run, width, tiles_per_run, num_tiles, table_stride, tile, slot, start, low, high,
+    runs, table_stride, tile, slot, start, low, high,
     HEADS: gl.constexpr, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr, SLOTS: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """The loading warp of ``splits_kernel``: the tiles of ``_attend_by_splits``, in its order."""
+    _, _, _, num_tiles = runs
     first_tile, count = tile, 0
     while (tile < num_tiles) & (start < high):
-        run = first_run + tile // tiles_per_run
-        begin, first, num_queries = tile_of(tile, run, starts, width, tiles_per_run, HEADS, QUERIES)
+        begin, first, num_queries = tile_of(tile, starts, runs, HEADS, QUERIES)
         if first < num_queries:
             final, end, split, last, _ = own_splits(
                 positions, begin, first, num_queries, start, low, high, HEADS, QUERIES
@@ -81,16 +81,16 @@ def _load_by_splits(
 @gluon.jit
 def _weigh_by_splits(
     q, positions, starts, stats, num_joined, queries, tiles, exchanged, barriers, ends,
-    first_run, width, tiles_per_run, num_tiles, most, scale, tile, start, low, high,
+    runs, most, scale, tile, start, low, high,
     HEADS: gl.constexpr, QUERIES: gl.constexpr, JOINS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The warp group of ``splits_kernel`` that weighs tiles."""
     BY_QUERY: gl.constexpr = gl.SliceLayout(0, products(QUERIES))
     column = gl.arange(0, QUERIES, layout=BY_QUERY)
+    _, width, tiles_per_run, num_tiles = runs
     count, num_ends = 0, 0
     while (tile < num_tiles) & (start < high):
-        run = first_run + tile // tiles_per_run
-        begin, first, num_queries = tile_of(tile, run, starts, width, tiles_per_run, HEADS, QUERIES)
+        begin, first, num_queries = tile_of(tile, starts, runs, HEADS, QUERIES)
         if first < num_queries:
             position, end, split, last, after = own_splits(
                 positions, begin, first, num_queries, start, low, high, HEADS, QUERIES
@@ -131,14 +131,14 @@ def _weigh_by_splits(
 @gluon.jit
 def _sum_by_splits(
     positions, slots, starts, vector_scale, out, sums, latents, exchanged, barriers, ends,
-    first_run, width, tiles_per_run, num_tiles, most, tile, start, low, high,
+    runs, most, tile, start, low, high,
     HEADS: gl.constexpr, QUERIES: gl.constexpr, JOINS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A warp group of ``splits_kernel`` that sums one half of the latents by their weights."""
+    _, width, tiles_per_run, num_tiles = runs
     count, num_ends = 0, 0
     while (tile < num_tiles) & (start < high):
-        run = first_run + tile // tiles_per_run
-        begin, first, num_queries = tile_of(tile, run, starts, width, tiles_per_run, HEADS, QUERIES)
+        begin, first, num_queries = tile_of(tile, starts, runs, HEADS, QUERIES)
         if first < num_queries:
             _, end, split, last, after = own_splits(
                 positions, begin, first, num_queries, start, low, high, HEADS, QUERIES
@@ -207,10 +207,10 @@ def splits_kernel(
     """
     if PDL:
         cuda.gdc_launch_dependents()
+    runs = (first_run, width, tiles_per_run, num_tiles)
     first_tile, first_slot, start, low, high = own_share(
-        positions, slots, starts, first_run, width, tiles_per_run, num_tiles,
-        HEADS, QUERIES, BLOCK_TILES, 4,
-    )  # fmt: skip
+        positions, slots, starts, runs, HEADS, QUERIES, BLOCK_TILES
+    )
     scale = scaled(scale, vector_scale, 0)
     queries, ring, tiles, exchanged, barriers = memory_of(
         q, QUERIES, BLOCK_SIZE, SLOTS, WIDEN_WARPS
@@ -221,29 +221,25 @@ def splits_kernel(
         [
             (_weigh_by_splits, (
                 q, positions, starts, stats, num_joined, queries, tiles, exchanged, barriers, ends,
-                first_run, width, tiles_per_run, num_tiles, most, scale,
-                first_tile, start, low, high, HEADS, QUERIES, JOINS, PDL,
+                runs, most, scale, first_tile, start, low, high, HEADS, QUERIES, JOINS, PDL,
             )),
             (_sum_by_splits, (
                 positions, slots, starts, vector_scale, out, sums, tiles[0], exchanged, barriers,
-                ends, first_run, width, tiles_per_run, num_tiles, most,
-                first_tile, start, low, high, HEADS, QUERIES, JOINS, PDL,
+                ends, runs, most, first_tile, start, low, high, HEADS, QUERIES, JOINS, PDL,
             )),
             (_sum_by_splits, (
                 positions, slots, starts, vector_scale, out + HALF, sums + HALF, tiles[1],
-                exchanged, barriers, ends, first_run, width, tiles_per_run, num_tiles, most,
+                exchanged, barriers, ends, runs, most,
                 first_tile, start, low, high, HEADS, QUERIES, JOINS, PDL,
             )),
             (_load_by_splits, (
                 vectors, positions, slots, starts, block_table, ring, landed, barriers[2],
-                first_run, width, tiles_per_run, num_tiles, table_stride,
-                first_tile, first_slot, start, low, high,
+                runs, table_stride, first_tile, first_slot, start, low, high,
                 HEADS, QUERIES, BLOCK_SIZE, SLOTS, PDL,
             )),
             (widen_by_splits, (
                 positions, starts, ring, (landed, landed), (barriers[0], barriers[0]),
-                first_run, width, tiles_per_run, num_tiles, first_tile, start, low, high,
-                HEADS, QUERIES, SLOTS, WIDEN_WARPS,
+                runs, first_tile, start, low, high, HEADS, QUERIES, SLOTS, WIDEN_WARPS,
             )),
         ],
         [4, 4, 1, WIDEN_WARPS or 1],

@@ -35,13 +35,14 @@ from sametoken.ops.model.latent_attention.hopper_pair_tiles import (
     load_tiles,
     total_of,
 )
+from sametoken.ops.model.latent_attention.hopper_results import store_stats
 from sametoken.ops.model.latent_attention.hopper_shares import (
     end_tile,
     own_share,
     own_splits,
     tile_of,
 )
-from sametoken.ops.model.latent_attention.hopper_tiles import HALF, RANK, ROPE, TILE
+from sametoken.ops.model.latent_attention.hopper_tiles import HALF, RANK, ROPE, TILE, ring_of
 
 
 @gluon.jit
@@ -55,23 +56,14 @@ def _memory_of(DTYPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, WIDEN_WARPS: gl.co
     """
     LAYOUT: gl.constexpr = swizzled(DTYPE)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    BOX: gl.constexpr = min(BLOCK_SIZE, 64)
-    BOXES: gl.constexpr = SLOTS * (TILE // BOX)
     q_rope = gl.allocate_shared_memory(DTYPE, [1, QUERIES, ROPE], LAYOUT)
-    keys = gl.allocate_shared_memory(DTYPE, [BOXES, BOX, 64], LAYOUT)
     q_low = gl.allocate_shared_memory(DTYPE, [PARTS, QUERIES, 64], LAYOUT)
     q_high = gl.allocate_shared_memory(DTYPE, [PARTS, QUERIES, 64], LAYOUT)
-    low = gl.allocate_shared_memory(DTYPE, [BOXES * PARTS, BOX, 64], LAYOUT)
-    high = gl.allocate_shared_memory(DTYPE, [BOXES * PARTS, BOX, 64], LAYOUT)
+    ring, tiles = ring_of(DTYPE, BLOCK_SIZE, SLOTS)
     queries = (
         q_low._reinterpret(DTYPE, [1, QUERIES, HALF], LAYOUT),
         q_high._reinterpret(DTYPE, [1, QUERIES, HALF], LAYOUT),
         q_rope._reinterpret(DTYPE, [1, QUERIES, ROPE], LAYOUT),
-    )
-    tiles = (
-        low._reinterpret(DTYPE, [SLOTS, TILE, HALF], LAYOUT),
-        high._reinterpret(DTYPE, [SLOTS, TILE, HALF], LAYOUT),
-        keys._reinterpret(DTYPE, [SLOTS, TILE, ROPE], LAYOUT),
     )
     weights = gl.allocate_shared_memory(DTYPE, [QUERIES, TILE], LAYOUT)
     tops = gl.allocate_shared_memory(gl.float32, [2, QUERIES], FLAT)
@@ -88,7 +80,7 @@ def _memory_of(DTYPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, WIDEN_WARPS: gl.co
         (new_barriers(SLOTS, 1), new_barriers(SLOTS, 1)) if WIDEN_WARPS else full,
     )
     memory = (queries, weights, tops, totals, tiles, barriers)
-    return memory, (low, high, keys), (q_low, q_high, q_rope)
+    return memory, ring, (q_low, q_high, q_rope)
 
 
 @gluon.jit
@@ -200,14 +192,14 @@ def pair_rows_kernel(
 @gluon.jit
 def _load_by_splits(
     q, vectors, positions, slots, starts, block_table, boxes, ring, barriers,
-    first_run, width, tiles_per_run, num_tiles, table_stride, tile, slot, start, low, high,
+    runs, table_stride, tile, slot, start, low, high,
     HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The loading warp of ``pair_splits_kernel``: tiles in the order of ``_attend_by_splits``."""
+    _, _, _, num_tiles = runs
     first_tile, count, turn = tile, 0, 0
     while (tile < num_tiles) & (start < high):
-        run = first_run + tile // tiles_per_run
-        begin, first, num_queries = tile_of(tile, run, starts, width, tiles_per_run, HEADS, QUERIES)
+        begin, first, num_queries = tile_of(tile, starts, runs, HEADS, QUERIES)
         if first < num_queries:
             final, end, split, last, _ = own_splits(
                 positions, begin, first, num_queries, start, low, high, HEADS, QUERIES
@@ -229,28 +221,18 @@ def _load_by_splits(
 
 
 @gluon.jit
-def _store_stats(stats, total, top, num_queries, part, most):
-    """Store total weights and maximum scores [64] of a split, whose first line is ``part``."""
-    query = gl.arange(0, QUERIES, layout=ROWS)
-    line = stats + part * 2 + query.to(gl.int64) * most * 2
-    gl.store(line, total, mask=query < num_queries)
-    gl.store(line + 1, top, mask=query < num_queries)
-
-
-@gluon.jit
 def _attend_by_splits(
-    positions, starts, sums, stats, memory,
-    first_run, width, tiles_per_run, num_tiles, most, scale, tile, start, low, high,
+    positions, starts, sums, stats, memory, runs, most, scale, tile, start, low, high,
     HEADS: gl.constexpr, ME: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Warp group ME of ``pair_splits_kernel``."""
+    _, width, tiles_per_run, num_tiles = runs
     count, turn, others, splits_done = 0, 0, 0, 0
     row = gl.arange(0, QUERIES, layout=ROWS)
     if PDL:
         cuda.gdc_wait()
     while (tile < num_tiles) & (start < high):
-        run = first_run + tile // tiles_per_run
-        begin, first, num_queries = tile_of(tile, run, starts, width, tiles_per_run, HEADS, QUERIES)
+        begin, first, num_queries = tile_of(tile, starts, runs, HEADS, QUERIES)
         if first < num_queries:
             position, end, split, last, _ = own_splits(
                 positions, begin, first, num_queries, start, low, high, HEADS, QUERIES
@@ -272,7 +254,7 @@ def _attend_by_splits(
                         sums + part * RANK, half, num_queries - first, most * RANK, ME * HALF
                     )
                     if ME == 0:
-                        _store_stats(stats, total, top, num_queries - first, part, most)
+                        store_stats(stats, total, top, num_queries - first, part, most)
                     splits_done += 1
                     count += to_tile - from_tile
                 mbarrier.arrive(memory[5][3].index(0))
@@ -306,33 +288,30 @@ def pair_splits_kernel(
     """Splits spread evenly over programs, as by ``splits_kernel``."""
     if PDL:
         cuda.gdc_launch_dependents()
+    runs = (first_run, width, tiles_per_run, num_tiles)
     first_tile, first_slot, start, low, high = own_share(
-        positions, slots, starts, first_run, width, tiles_per_run, num_tiles,
-        HEADS, QUERIES, BLOCK_TILES, 4,
-    )  # fmt: skip
+        positions, slots, starts, runs, HEADS, QUERIES, BLOCK_TILES
+    )
     scale = scaled(scale, vector_scale, 0)
     memory, ring, boxes = _memory_of(q.dtype, BLOCK_SIZE, WIDEN_WARPS)
     gl.warp_specialize(
         [
             (_attend_by_splits, (
-                positions, starts, sums, stats, memory,
-                first_run, width, tiles_per_run, num_tiles, most, scale,
+                positions, starts, sums, stats, memory, runs, most, scale,
                 first_tile, start, low, high, HEADS, 0, PDL,
             )),
             (_attend_by_splits, (
-                positions, starts, sums, stats, memory,
-                first_run, width, tiles_per_run, num_tiles, most, scale,
+                positions, starts, sums, stats, memory, runs, most, scale,
                 first_tile, start, low, high, HEADS, 1, PDL,
             )),
             (_load_by_splits, (
                 q, vectors, positions, slots, starts, block_table, boxes, ring, memory[5],
-                first_run, width, tiles_per_run, num_tiles, table_stride,
-                first_tile, first_slot, start, low, high, HEADS, BLOCK_SIZE, PDL,
+                runs, table_stride, first_tile, first_slot, start, low, high,
+                HEADS, BLOCK_SIZE, PDL,
             )),
             (widen_by_splits, (
-                positions, starts, ring, memory[5][6], memory[5][0],
-                first_run, width, tiles_per_run, num_tiles, first_tile, start, low, high,
-                HEADS, QUERIES, SLOTS, WIDEN_WARPS,
+                positions, starts, ring, memory[5][6], memory[5][0], runs,
+                first_tile, start, low, high, HEADS, QUERIES, SLOTS, WIDEN_WARPS,
             )),
         ],
         [4, 1, WIDEN_WARPS or 1], [PAIR_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],

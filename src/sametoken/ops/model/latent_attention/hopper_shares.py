@@ -1,6 +1,7 @@
 """Which query tiles, KV tiles and splits a program computes, in Gluon, whatever its arithmetic.
 
-A query tile is a range of a run's rows x heads, whatever row it begins in.
+A query tile is a range of a run's rows x heads, whatever row it begins in. ``runs`` are a launch's:
+the first, the most rows of one, query tiles of each, and of all.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-untyped-defs=false
@@ -27,14 +28,13 @@ def end_tile(position, first, num_queries, HEADS: gl.constexpr, QUERIES: gl.cons
 
 
 @gluon.jit
-def tile_of(
-    tile, run, starts, width, tiles_per_run, HEADS: gl.constexpr, QUERIES: gl.constexpr
-):  # fmt: skip
+def tile_of(tile, starts, runs, HEADS: gl.constexpr, QUERIES: gl.constexpr):
     """The first row of a tile's run, the tile's first query in it, and the run's queries.
 
     A tile exists if its first query is one of the run's.
     """
-    begin, stop = rows_of_run(run, starts, width)
+    first_run, width, tiles_per_run, _ = runs
+    begin, stop = rows_of_run(first_run + tile // tiles_per_run, starts, width)
     return begin, tile % tiles_per_run * QUERIES, (stop - begin) * HEADS
 
 
@@ -60,18 +60,20 @@ def _each_added(a, b, c, d, e, f):
 
 @gluon.jit
 def own_share(
-    positions, slots, starts, first_run, width, tiles_per_run, num_tiles,
-    HEADS: gl.constexpr, QUERIES: gl.constexpr, BLOCK_TILES: gl.constexpr, WARPS: gl.constexpr,
+    positions, slots, starts, runs,
+    HEADS: gl.constexpr, QUERIES: gl.constexpr, BLOCK_TILES: gl.constexpr,
 ):  # fmt: skip
     """This program's equal part ``low .. high - 1`` of the line of all query tiles' KV tiles.
 
     Returns the query tile that it begins in, that tile's slot, where its KV tiles begin, low and
     high; of an empty line's end, tile ``num_tiles``. No vector is loaded before: it is short.
     """
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    first_run, width, tiles_per_run, num_tiles = runs
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     tile = gl.arange(0, BLOCK_TILES, layout=LINE)
     run = first_run + gl.minimum(tile, num_tiles - 1) // tiles_per_run
-    begin, first, num_queries = tile_of(tile, run, starts, width, tiles_per_run, HEADS, QUERIES)
+    begin, stop = rows_of_run(run, starts, width)
+    first, num_queries = tile % tiles_per_run * QUERIES, (stop - begin) * HEADS
     exists = (tile < num_tiles) & (first < num_queries)
     position = gl.load(positions + begin, mask=exists, other=0).to(gl.int32)
     slot = gl.load(slots + begin, mask=exists, other=0)

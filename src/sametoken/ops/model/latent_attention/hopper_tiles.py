@@ -260,6 +260,24 @@ def total_of(ends, count):
 
 
 @gluon.jit
+def ring_of(DTYPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, SLOTS: gl.constexpr):
+    """Shared memory of vectors, lower halves, upper halves and keys: as boxes, and as tiles."""
+    LAYOUT: gl.constexpr = swizzled(DTYPE)
+    BOX: gl.constexpr = min(BLOCK_SIZE, 64)
+    BOXES: gl.constexpr = SLOTS * (TILE // BOX)
+    PARTS: gl.constexpr = HALF // 64
+    low = gl.allocate_shared_memory(DTYPE, [BOXES * PARTS, BOX, 64], LAYOUT)
+    high = gl.allocate_shared_memory(DTYPE, [BOXES * PARTS, BOX, 64], LAYOUT)
+    keys = gl.allocate_shared_memory(DTYPE, [BOXES, BOX, 64], LAYOUT)
+    tiles = (
+        low._reinterpret(DTYPE, [SLOTS, TILE, HALF], LAYOUT),
+        high._reinterpret(DTYPE, [SLOTS, TILE, HALF], LAYOUT),
+        keys._reinterpret(DTYPE, [SLOTS, TILE, ROPE], LAYOUT),
+    )
+    return (low, high, keys), tiles
+
+
+@gluon.jit
 def memory_of(
     q, QUERIES: gl.constexpr, BLOCK_SIZE: gl.constexpr, SLOTS: gl.constexpr,
     WIDEN_WARPS: gl.constexpr,
@@ -270,29 +288,19 @@ def memory_of(
     DTYPE: gl.constexpr = q.dtype.element_ty
     LAYOUT: gl.constexpr = swizzled(DTYPE)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    BOX: gl.constexpr = min(BLOCK_SIZE, 64)
-    BOXES: gl.constexpr = SLOTS * (TILE // BOX)
-    PARTS: gl.constexpr = HALF // 64
     queries = (
         gl.allocate_shared_memory(DTYPE, [QUERIES, HALF], LAYOUT),
         gl.allocate_shared_memory(DTYPE, [QUERIES, HALF], LAYOUT),
         gl.allocate_shared_memory(DTYPE, [QUERIES, ROPE], LAYOUT),
     )
-    low = gl.allocate_shared_memory(DTYPE, [BOXES * PARTS, BOX, 64], LAYOUT)
-    high = gl.allocate_shared_memory(DTYPE, [BOXES * PARTS, BOX, 64], LAYOUT)
-    keys = gl.allocate_shared_memory(DTYPE, [BOXES, BOX, 64], LAYOUT)
-    tiles = (
-        low._reinterpret(DTYPE, [SLOTS, TILE, HALF], LAYOUT),
-        high._reinterpret(DTYPE, [SLOTS, TILE, HALF], LAYOUT),
-        keys._reinterpret(DTYPE, [SLOTS, TILE, ROPE], LAYOUT),
-    )
+    ring, tiles = ring_of(DTYPE, BLOCK_SIZE, SLOTS)
     exchanged = (
         gl.allocate_shared_memory(DTYPE, [SLOTS, QUERIES, TILE], LAYOUT),
         gl.allocate_shared_memory(gl.float32, [SLOTS, QUERIES], FLAT),
     )
     full = new_barriers(SLOTS, 2 if WIDEN_WARPS else 1)
     barriers = (full, new_barriers(SLOTS, 1), new_barriers(SLOTS, 2))
-    return queries, (low, high, keys), tiles, exchanged, barriers
+    return queries, ring, tiles, exchanged, barriers
 
 
 @gluon.jit

@@ -108,7 +108,7 @@ def test_shares_are_equal_parts_of_the_line_of_all_tiles(programs, first_run):
             row = (min(first + queries, stop) - 1) // heads
             tiles = (int(positions[begin]) + row - begin) // 64 + 1
             line += [(tile, int(slots[begin]))] * tiles
-    sizes_of = (first_run, width, tiles_per_run, num_tiles, heads, queries, 256, 4)
+    sizes_of = ((first_run, width, tiles_per_run, num_tiles), heads, queries, 256)
     shares = []
     with interpreted() as interpreter:
         found = [*shares_of(programs, interpreter, positions, slots, starts, *sizes_of)]
@@ -128,7 +128,7 @@ def test_shares_are_equal_parts_of_the_line_of_all_tiles(programs, first_run):
 def test_runs_of_one_length_are_cut_at_their_borders():
     where = ([16_400] * 8, [*range(8)], [*range(9)])
     with interpreted() as interpreter:
-        shares = [*shares_of(128, interpreter, *where, 0, 1, 1, 8, 20, 32, 256, 4)]
+        shares = [*shares_of(128, interpreter, *where, (0, 1, 1, 8), 20, 32, 256)]
     assert [share[:3] for share in shares[::16]] == [(run, run, 257 * run) for run in range(8)]
     assert [low for *_, low, _ in shares[::16]] == [257 * run for run in range(8)]
 

@@ -7,12 +7,11 @@ the tile that they lie in.
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sametoken.ops.model.latent_attention.reference import PlainHeadWeights
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 
 _DEPTH = 64
@@ -22,24 +21,10 @@ _MOST_ROWS = 128
 MANY_ROWS = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceHeadWeights:
-    """``HeadWeights`` as one tensor [H, N, K]."""
+class DeviceHeadWeights(PlainHeadWeights):
+    """``HeadWeights`` on a GPU."""
 
-    matrices: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all heads."""
-        return self.matrices.nbytes
-
-    def heads(self, first: int, last: int) -> DeviceHeadWeights:
-        """See ``HeadWeights.heads``."""
-        return DeviceHeadWeights(self.matrices[first:last])
-
-    def transposed(self) -> DeviceHeadWeights:
-        """See ``HeadWeights.transposed``."""
-        return DeviceHeadWeights(self.matrices.mT)
+    __slots__ = ()
 
     def matmul(self, x: Tensor, out: Tensor) -> None:
         """See ``HeadWeights.matmul``."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from sametoken.ops.backend import (
-    AttentionRows,
-    QueryRows,
-)
+from sametoken.ops.backend import AttentionRows, QueryRows
 from sametoken.ops.model.attention.kv import as_stored
 from sametoken.ops.model.gemm.reference import product
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LayerLatent
@@ -29,13 +27,13 @@ class PlainHeadWeights:
         """Bytes of all heads."""
         return self.matrices.nbytes
 
-    def heads(self, first: int, last: int) -> PlainHeadWeights:
+    def heads(self, first: int, last: int) -> Self:
         """See ``HeadWeights.heads``."""
-        return PlainHeadWeights(self.matrices[first:last])
+        return replace(self, matrices=self.matrices[first:last])
 
-    def transposed(self) -> PlainHeadWeights:
+    def transposed(self) -> Self:
         """See ``HeadWeights.transposed``."""
-        return PlainHeadWeights(self.matrices.mT)
+        return replace(self, matrices=self.matrices.mT)
 
     def matmul(self, x: Tensor, out: Tensor) -> None:
         """See ``HeadWeights.matmul``."""

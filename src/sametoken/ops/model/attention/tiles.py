@@ -61,6 +61,13 @@ def tiles_of(rows: QueryRows, group: RunGroup, tile: int) -> Tiles:
     return Tiles(count, merged, block_runs(rows.block_table, group))
 
 
+#: Of kernels over runs: values that change from step to step must not trigger a compilation.
+jit_over_runs = triton.jit(
+    do_not_specialize=["first_run", "num_runs", "width", "max_splits"],
+    do_not_specialize_on_alignment=["starts"],
+)
+
+
 @triton.jit
 def tile_rows(
     starts, first_run, num_runs, width, TILE_ROWS: tl.constexpr, BLOCK_RUNS: tl.constexpr

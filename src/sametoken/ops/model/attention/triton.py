@@ -12,7 +12,6 @@ Both run ``arithmetic``, so the bits agree for every query tile and division int
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -39,17 +38,11 @@ from sametoken.ops.model.attention.splits import (
     split_result,
     store_output,
 )
-from sametoken.ops.model.attention.tiles import tile_rows, tiles_of
+from sametoken.ops.model.attention.tiles import jit_over_runs, tile_rows, tiles_of
 from sametoken.ops.model.attention.tuning import LOG2_E, SPLIT, AttentionConfig, Form, choose
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, gdc_wait_once, pdl_options
 
 __all__ = ["SPLIT", "AttentionConfig", "Form", "attention", "choose"]
-
-# Values that change from step to step must not trigger a compilation.
-_jit = triton.jit(
-    do_not_specialize=["first_run", "num_runs", "width", "max_splits"],
-    do_not_specialize_on_alignment=["starts"],
-)
 
 
 def attention(
@@ -186,7 +179,7 @@ def _launch(
     )
 
 
-@_jit
+@jit_over_runs
 def _sequential_kernel(
     q,  # [num_rows, heads, HEAD_DIM]
     keys,  # [num_blocks, kv_heads, BLOCK_SIZE, HEAD_DIM], float8 as bytes
@@ -257,7 +250,7 @@ def _sequential_kernel(
         isolated = next_isolated(isolated, position, acc)
 
 
-@_jit
+@jit_over_runs
 def _split_kv_kernel(
     q,  # as for _sequential_kernel
     keys,
@@ -334,7 +327,7 @@ def _split_kv_kernel(
         split = tl.where(finished, split + tl.num_programs(2), split)
 
 
-@_jit
+@jit_over_runs
 def _merge_kernel(
     sums,  # as for _split_kv_kernel
     stats,

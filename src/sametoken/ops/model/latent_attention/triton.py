@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import QueryRows, RunGroup
+from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.model.attention.arithmetic import (
     accumulated,
     block_of,
@@ -34,7 +35,7 @@ from sametoken.ops.model.attention.arithmetic import (
 from sametoken.ops.model.attention.kv_triton import as_bytes, as_read
 from sametoken.ops.model.attention.schedule import LEVELS, begin_of, max_splits, split_of
 from sametoken.ops.model.attention.splits import merged_parts, store_output
-from sametoken.ops.model.attention.tiles import tile_rows, tiles_of
+from sametoken.ops.model.attention.tiles import jit_over_runs, tile_rows, tiles_of
 from sametoken.ops.model.attention.tuning import LOG2_E
 from sametoken.ops.model.latent_attention.shape import LayerLatent
 from sametoken.ops.model.latent_attention.tuning import (
@@ -108,14 +109,14 @@ def _launch(
     inputs = (q, as_bytes(memory.vectors), *where, rows.block_table, *strides, *factors)
     sizes = {
         "RANK": rank,
-        "BLOCK_RANK": max(16, triton.next_power_of_2(rank)),
+        "BLOCK_RANK": max(16, next_power_of_2(rank)),
         "BLOCK_RUNS": tiles.block_runs,
         **pdl_options(q),
     }
     constants = sizes | {
         "GROUP": group,
         "ROPE": rope_dim,
-        "BLOCK_ROPE": max(16, triton.next_power_of_2(rope_dim)),
+        "BLOCK_ROPE": max(16, next_power_of_2(rope_dim)),
         "BLOCK_SIZE": memory.vectors.shape[1],
         "BLOCK_QUERIES": config.block_queries,
         "TILE": config.tile,
@@ -129,20 +130,13 @@ def _launch(
         _sequential_kernel[tiles.count, num_heads // group](*inputs, running, out, **constants)
         return
     splits, head_tiles = max_splits(max_seq_len), num_heads // group
-    programs = min(splits, triton.cdiv(config.programs, tiles.count * head_tiles))
+    programs = min(splits, cdiv(config.programs, tiles.count * head_tiles))
     sums = q.new_empty(scratch.sums, dtype=torch.float32)
     stats = q.new_empty(scratch.stats, dtype=torch.float32)
     _split_kv_kernel[tiles.count, head_tiles, programs](*inputs, sums, stats, splits, **constants)
     _merge_kernel[tiles.merged, num_heads](
         sums, stats, *where, out, splits, *factors, num_warps=4, **sizes
     )
-
-
-# Values that change from step to step must not trigger a compilation.
-_jit = triton.jit(
-    do_not_specialize=["first_run", "num_runs", "width", "num_splits"],
-    do_not_specialize_on_alignment=["starts"],
-)
 
 
 @triton.jit
@@ -234,7 +228,7 @@ def _split_result(
     return acc, total_of(totals, KV_LEFT), peak
 
 
-@_jit
+@jit_over_runs
 def _sequential_kernel(
     q,  # [num_rows, heads, RANK + ROPE]
     vectors,  # [num_blocks, BLOCK_SIZE, RANK + ROPE], float8 as bytes
@@ -297,7 +291,7 @@ def _sequential_kernel(
     tl.store(out + first_index * RANK + at, result.to(out.dtype.element_ty), mask=mask)
 
 
-@_jit
+@jit_over_runs
 def _split_kv_kernel(
     q,  # as for _sequential_kernel
     vectors,
@@ -312,9 +306,9 @@ def _split_kv_kernel(
     block_stride,
     scale,
     vector_scale,
-    sums,  # [places, heads, num_splits, RANK] fp32
-    stats,  # [places, heads, num_splits, 2] fp32: total weight, maximum score
-    num_splits,
+    sums,  # [places, heads, max_splits, RANK] fp32
+    stats,  # [places, heads, max_splits, 2] fp32: total weight, maximum score
+    max_splits,
     GROUP: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
@@ -342,8 +336,8 @@ def _split_kv_kernel(
     gdc_wait(PDL)
     queries = _queries(q, index, first_index, RANK, BLOCK_RANK, ROPE, BLOCK_ROPE, KV_LEFT)
     first_part = first_index + (place - first).to(tl.int64) * tl.num_programs(1) * GROUP
-    sums += first_part * num_splits * RANK
-    stats += first_part * num_splits * 2
+    sums += first_part * max_splits * RANK
+    stats += first_part * max_splits * 2
     dim = per_element(tl.arange(0, BLOCK_RANK), KV_LEFT)
     highest = tl.max(position)
     live = position >= 0
@@ -353,14 +347,14 @@ def _split_kv_kernel(
             queries, position, split, (block_table + slot * table_stride, vectors, block_stride),
             scale, RANK, ROPE, BLOCK_SIZE, TILE, KV_LEFT,
         )  # fmt: skip
-        part = index.to(tl.int64) * num_splits + split
+        part = index.to(tl.int64) * max_splits + split
         part_at = per_query(part, KV_LEFT) * RANK + dim
         tl.store(sums + part_at, acc, mask=mask & per_query(live, KV_LEFT))
         tl.store(stats + part * 2, total, mask=live)
         tl.store(stats + part * 2 + 1, peak, mask=live)
 
 
-@_jit
+@jit_over_runs
 def _merge_kernel(
     sums,  # as for _split_kv_kernel
     stats,
@@ -371,7 +365,7 @@ def _merge_kernel(
     num_runs,
     width,
     out,  # [num_rows, heads, RANK]
-    num_splits,
+    max_splits,
     scale,
     vector_scale,
     RANK: tl.constexpr,
@@ -386,8 +380,8 @@ def _merge_kernel(
         return
     heads, head = tl.num_programs(1), tl.program_id(1)
     part = place.to(tl.int64) * heads + head
-    sums += part * num_splits * RANK
-    stats += part * num_splits * 2
+    sums += part * max_splits * RANK
+    stats += part * max_splits * 2
     last = split_of(tl.load(positions + row).to(tl.int32))
     dead = None
     if starts is not None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from sametoken.ops.backend import AttentionShape
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
+from sametoken.ops.model.attention.tuning import LOG2_E
 
-LOG2_E = 1.4426950408889634
 #: A score below all others that stays a number in differences.
 _UNSEEN = tl.constexpr(-1e30)
 
@@ -121,10 +121,9 @@ def _log_total(
     D: tl.constexpr,
     WINDOW: tl.constexpr,
     OTHER: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
     """The base-2 logarithm of the sum of each query's softmax."""
-    column = tl.arange(0, WIDTH)
+    column = tl.arange(0, q_tile.shape[1])
     peak = tl.full([q_tile.shape[0]], _UNSEEN, tl.float32)
     weight = tl.zeros([q_tile.shape[0]], tl.float32)
     for start in range(low, last, OTHER):
@@ -179,7 +178,7 @@ def _queries_kernel(
         low = tl.maximum(first - WINDOW + 1, 0) // OTHER * OTHER
 
     log_total = _log_total(
-        q_tile, query, k, begin, length, low, last, kv_head, scale_log2, KV, D, WINDOW, OTHER, WIDTH
+        q_tile, query, k, begin, length, low, last, kv_head, scale_log2, KV, D, WINDOW, OTHER
     )
     at = (begin + query) * HEADS + head
     tl.store(total + at, log_total, query < length)

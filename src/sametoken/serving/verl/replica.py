@@ -59,7 +59,7 @@ class Replica(RolloutReplica):  # type: ignore[misc]
         node_id, devices = await self.workers[0].__ray_call__.remote(_place)
         model = omega_conf_to_dataclass(self.model_config, dataclass_type=HFModelConfig)
         path = model.local_path or model.path
-        config = engine_config(self.config, path, lora_rank_of(model))
+        config = engine_config(self.config, path, lora_rank_of(model), self.replica_rank)
         environment = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         if devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = devices

@@ -22,7 +22,9 @@ _ADAPTER = "policy"
 _NO_TOKENS: dict[str, Any] = {"token_ids": [], "stop_reason": "aborted"}
 
 
-def engine_config(rollout: Any, model_path: str, lora_rank: int = 0) -> EngineConfig:
+def engine_config(
+    rollout: Any, model_path: str, lora_rank: int = 0, replica_rank: int = 0
+) -> EngineConfig:
     """The engine of verl's ``RolloutConfig``; ``engine_kwargs.sametoken`` has further options.
 
     Weights are read from the checkpoint whatever ``load_format`` says, until an update comes.
@@ -31,6 +33,8 @@ def engine_config(rollout: Any, model_path: str, lora_rank: int = 0) -> EngineCo
         rollout: the config.
         model_path: the checkpoint.
         lora_rank: see ``lora_rank_of``.
+        replica_rank: of the replica. Seeds begin with it, as verl spreads the answers to a prompt
+            over replicas, and none of them has a seed.
 
     Raises:
         ConfigError: an option is unknown or impossible.
@@ -44,7 +48,7 @@ def engine_config(rollout: Any, model_path: str, lora_rank: int = 0) -> EngineCo
         "enable_prefix_caching": rollout.enable_prefix_caching,
         "enforce_eager": rollout.enforce_eager,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
-        "seed": rollout.seed,
+        "seed": rollout.seed + replica_rank,
         "logprobs_mode": rollout.logprobs_mode,
         "enable_return_routed_experts": rollout.enable_rollout_routing_replay,
     }

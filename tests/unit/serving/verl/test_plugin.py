@@ -174,6 +174,13 @@ def test_the_engine_has_the_rollouts_options_and_its_own():
         )
 
 
+def test_replicas_draw_seeds_of_their_own():
+    """verl spreads the answers to one prompt over replicas: equal draws would be equal answers."""
+    rollout = SimpleNamespace(**ROLLOUT)
+    seeds = [engine_config(rollout, "m", replica_rank=rank).seed for rank in range(3)]
+    assert seeds == [7, 8, 9]
+
+
 class Output(RequestOutput):
     """One that can be referred to weakly."""
 

@@ -325,8 +325,8 @@ def _without_sign(seed: int) -> int | None:
     return seed & MAX_SEED if seed >= -MAX_SEED - 1 else seed
 
 
-def derive_seed(seed: int, index: int) -> int:
-    """The seed of completion ``index``, in 0..2^63-1; completion 0 keeps ``seed``.
+def derive_seed(seed: int, index: int | str) -> int:
+    """The seed of completion ``index``, or of an id, in 0..2^63-1; completion 0 keeps ``seed``.
 
     A hash, not ``seed + index``, so that requests with neighbouring seeds share no noise.
     """

@@ -13,7 +13,12 @@ from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 from sametoken.errors import UnsupportedError
 from sametoken.serving.verl.plugin import NAME
-from sametoken.serving.verl.server import RolloutServer, engine_config, lora_rank_of
+from sametoken.serving.verl.server import (
+    RolloutServer,
+    engine_config,
+    lora_rank_of,
+    request_defaults,
+)
 
 
 class Server(RolloutServer):
@@ -77,6 +82,8 @@ class Replica(RolloutReplica):  # type: ignore[misc]
                 self.rollout_mode.value,
                 (self.config.prompt_length, self.config.response_length),
                 sleeps=self.config.free_cache_engine,
+                defaults=request_defaults(self.config),
+                seeded_by_id=self.config.full_determinism,
             )
         )
         await server.launch_server.remote()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 from sametoken.config import EngineConfig
@@ -13,7 +14,7 @@ from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.listen import bind, listen
 from sametoken.serving.http.run import DrainingServer
 from sametoken.types.outputs import RequestOutput
-from sametoken.types.sampling_params import SamplingParams
+from sametoken.types.sampling_params import SamplingParams, derive_seed
 
 #: What is put to sleep, by verl's mode of a rollout; a standalone one never sleeps.
 _LEVELS = {"hybrid": 2, "colocated": 1}
@@ -67,6 +68,11 @@ def lora_rank_of(model: Any) -> int:
     return 0 if model.lora.get("merge") else max(model.lora_rank, model.lora.get("rank", 0))
 
 
+def request_defaults(rollout: Any) -> dict[str, Any]:
+    """What requests have of verl's ``RolloutConfig`` unless they say it, as in verl's servers."""
+    return {"repetition_penalty": rollout.repetition_penalty, "ignore_eos": rollout.ignore_eos}
+
+
 class RolloutServer:
     """One engine and its OpenAI API, with the methods of verl's servers.
 
@@ -76,6 +82,8 @@ class RolloutServer:
         mode: verl's: "hybrid", "colocated" or "standalone".
         lengths: of prompts and of responses, at most.
         sleeps: whether memory is given back between rollouts.
+        defaults: see ``request_defaults``.
+        seeded_by_id: whether a request without a seed has one of its id (``full_determinism``).
     """
 
     def __init__(
@@ -86,6 +94,8 @@ class RolloutServer:
         lengths: tuple[int, int] = (512, 512),
         *,
         sleeps: bool = False,
+        defaults: Mapping[str, Any] | None = None,
+        seeded_by_id: bool = False,
     ) -> None:
         self._config, self._server_config = config, ServerConfig(host=host, port=0)
         self._level = _LEVELS.get(mode) if sleeps else None
@@ -93,7 +103,8 @@ class RolloutServer:
             # The model's weights do not come again.
             self._level = 1
         self._adapter: str | None = None
-        self._lengths = lengths
+        self._lengths, self._defaults = lengths, defaults or {}
+        self._seeded_by_id = seeded_by_id
         self._global_steps: int | None = None
         self._rejects = False
 
@@ -124,7 +135,11 @@ class RolloutServer:
         extra = {"global_steps": self._global_steps}
         if self._rejects:
             return _NO_TOKENS | {"extra_fields": extra}
-        params = self._params(dict(sampling_params), len(prompt_ids))
+        given = {**self._defaults, **sampling_params}
+        if self._seeded_by_id and given.get("seed") is None:
+            # Not in the order of arrival, which differs from run to run.
+            given["seed"] = derive_seed(self._config.seed, request_id)
+        params = self._params(given, len(prompt_ids))
         asked = {"prompt_token_ids": list(prompt_ids)}
         output: RequestOutput | None = None
         stream = self._engine.generate(asked, params, request_id, lora_request=self._adapter)

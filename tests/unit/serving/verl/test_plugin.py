@@ -18,7 +18,12 @@ from helpers.checkpoints import write_llama
 from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.load.adapter import open_adapter
-from sametoken.serving.verl.server import RolloutServer, engine_config, lora_rank_of
+from sametoken.serving.verl.server import (
+    RolloutServer,
+    engine_config,
+    lora_rank_of,
+    request_defaults,
+)
 from sametoken.types.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 ROLLOUT = {
@@ -35,6 +40,8 @@ ROLLOUT = {
     "enable_rollout_routing_replay": True,
     "engine_kwargs": {"sametoken": {"speculative_config": "ngram", "block_size": 8}},
     "free_cache_engine": True,
+    "repetition_penalty": 1.5,
+    "ignore_eos": True,
 }
 
 
@@ -205,3 +212,34 @@ def test_a_rollout_keeps_its_newest_output_alone():
     answer = asyncio.run(server.answer([1], {}, "r"))
     assert len(answer["token_ids"]) == 39
     assert max(alive) - min(alive) <= 1
+
+
+def test_requests_have_what_the_rollout_says_of_all():
+    given = {}
+
+    async def outputs(asked, params, request_id, **more):
+        given[request_id] = params
+        completion = CompletionOutput(0, "", (5,), "length")
+        yield RequestOutput("r", None, (1,), (completion,), True, RequestMetrics(0.0))
+
+    async def ask(seeded_by_id):
+        defaults = request_defaults(SimpleNamespace(**ROLLOUT))
+        server = RolloutServer(
+            EngineConfig(model="m"), "127.0.0.1", defaults=defaults, seeded_by_id=seeded_by_id
+        )
+        resolved = SimpleNamespace(max_model_len=1000)
+        server._engine = SimpleNamespace(resolved=resolved, generate=outputs)
+        await server.answer([1], {}, "det-0")
+        await server.answer([1], {"repetition_penalty": 1.0, "seed": 3}, "det-1")
+        await server.answer([1], {}, "det-2")
+
+    asyncio.run(ask(seeded_by_id=False))
+    assert (given["det-0"].repetition_penalty, given["det-0"].ignore_eos) == (1.5, True)
+    assert (given["det-1"].repetition_penalty, given["det-1"].ignore_eos) == (1.0, True)
+    assert given["det-0"].seed is None
+    asyncio.run(ask(seeded_by_id=True))
+    first = [one.seed for one in given.values()]
+    asyncio.run(ask(seeded_by_id=True))
+    assert first == [one.seed for one in given.values()]
+    assert first[1] == 3
+    assert first[0] != first[2]

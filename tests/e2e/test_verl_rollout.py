@@ -62,6 +62,23 @@ async def held_and_rejected(server: RolloutServer, expected: list[int]) -> None:
     assert (await server.answer(PROMPT, SAMPLING, "e"))["token_ids"] == expected
 
 
+async def scored_as_a_teacher(server: RolloutServer, path) -> None:
+    """As verl's ``AsyncTeacherLLMServerManager`` asks and reads, by the likeliest tokens or not."""
+    llm = LLM(str(path), **TOY_ENGINE)
+    for count in (0, 3):
+        given = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": count, "detokenize": False}
+        scored = (await server.answer(PROMPT, dict(given), "t"))["extra_fields"]
+        (output,) = llm.generate([{"prompt_token_ids": PROMPT}], SamplingParams(**given))
+        expected = []
+        for at, entry in enumerate(output.prompt_logprobs[1:], 1):
+            of_token = {PROMPT[at]: entry[PROMPT[at]]}
+            best = sorted(entry.items() if count else of_token.items(), key=lambda one: one[1].rank)
+            expected.append([(token, one.logprob) for token, one in best[: max(count, 1)]])
+        expected.append([(0, 0.0)] * max(count, 1))
+        columns = zip(scored["prompt_ids"], scored["prompt_logprobs"], strict=True)
+        assert [[*zip(*row, strict=True)] for row in columns] == expected
+
+
 async def test_rollouts_updates_and_sleep(tmp_path):
     paths = [write_chat_model(tmp_path / str(seed), seed) for seed in (0, 1)]
     options = TOY_ENGINE | {"speculative_config": NGRAM, "max_model_len": 64}
@@ -71,6 +88,7 @@ async def test_rollouts_updates_and_sleep(tmp_path):
     try:
         await rollouts_around_an_update(server, paths)
         await held_and_rejected(server, offline(paths[1]))
+        await scored_as_a_teacher(server, paths[1])
     finally:
         await server.shutdown()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sametoken.config import EngineConfig
@@ -13,7 +13,7 @@ from sametoken.serving.http.app import create_app
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.listen import bind, listen
 from sametoken.serving.http.run import DrainingServer
-from sametoken.types.outputs import RequestOutput
+from sametoken.types.outputs import PositionLogprobs, RequestOutput
 from sametoken.types.sampling_params import SamplingParams, derive_seed
 
 #: What is put to sleep, by verl's mode of a rollout; a standalone one never sleeps.
@@ -157,6 +157,8 @@ class RolloutServer:
             "spec_num_accepted_tokens": counts.num_accepted_tokens,
             "spec_num_verify_steps": counts.num_steps,
         }
+        if output.prompt_logprobs is not None:
+            extra |= _of_prompt(output.prompt_logprobs, max(params.prompt_logprobs or 0, 1))
         pairs = zip(made.token_ids, made.logprobs or (), strict=False)
         return {
             "token_ids": list(made.token_ids),
@@ -236,4 +238,18 @@ class RolloutServer:
         wanted = given.pop("max_tokens", None) or given.pop("max_new_tokens", None) or left
         logprobs = 0 if given.pop("logprobs", False) else None
         limit = max(1, min(wanted, room))
-        return SamplingParams(**given, logprobs=logprobs, max_tokens=limit, detokenize=False)
+        given |= {"logprobs": logprobs, "max_tokens": limit, "detokenize": False}
+        return SamplingParams(**given)
+
+
+def _of_prompt(positions: Sequence[PositionLogprobs | None], count: int) -> dict[str, Any]:
+    """What verl reads of a teacher: the likeliest tokens of each position, or its own alone.
+
+    The first token has none, so verl's rows begin with the second, and end with zeros.
+    """
+    found = [position for position in positions if position is not None]
+    rows = [sorted(one.items(), key=lambda item: item[1].rank)[:count] for one in found]
+    return {
+        "prompt_ids": [*([token for token, _ in row] for row in rows), [0] * count],
+        "prompt_logprobs": [*([one.logprob for _, one in row] for row in rows), [0.0] * count],
+    }

@@ -18,6 +18,7 @@ from helpers.checkpoints import (
     write_llama,
     write_safeailab,
 )
+from helpers.families import write_family
 from helpers.harness import request
 from helpers.two_ranks import MAX_TOKENS, VOCAB, answer, config_of, drive, requests
 from helpers.updates import tensors_of
@@ -258,6 +259,18 @@ def test_a_shared_lm_head_follows_the_target(tmp_path, build, size, mapped):
     with pytest.raises(WeightUpdateError, match="lm_head"):
         live.update_weights(own.items(), target="drafter")
     assert drive(live._engine, items) == after
+
+
+def test_buffers_that_are_not_sent_stay_on_every_rank(tmp_path, build):
+    old, new = (write_family(tmp_path / str(seed), "glm4_moe", seed) for seed in (0, 1))
+    live, built = build(config_of(old, None)), build(config_of(new, None))
+    buffers = {name: one for name, one in tensors_of(old).items() if name.endswith("_bias")}
+    sent = {name: one for name, one in tensors_of(new).items() if name not in buffers}
+    items = [request("g", [1, 3, 5], MAX_TOKENS)]
+    built.update_weights((sent | buffers).items())
+    before = drive(live._engine, items)
+    live.update_weights(sent.items())
+    assert drive(live._engine, items) == drive(built._engine, items) != before
 
 
 def test_a_draft_model_that_becomes_its_target_is_always_right(build, targets):

@@ -82,6 +82,29 @@ def test_a_targets_own_module_comes_with_it(name, tmp_path):
     assert same_weights(live, built)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma4", "glm4_moe", "nemotron"])
+def test_buffers_that_are_not_sent_stay(name, tmp_path):
+    """A trainer that sends ``named_parameters`` of transformers' model leaves them out."""
+    old, new = (WRITERS[name](tmp_path / str(seed), seed) for seed in (0, 1))
+    buffers = ("e_score_correction_bias", "layer_scalar")
+    sent = {at: one for at, one in tensors_of(new).items() if not at.endswith(buffers)}
+    kept = {at: one for at, one in tensors_of(old).items() if at.endswith(buffers)}
+    assert kept
+    live, built = engine(old, NGRAM), engine(new)
+    built.update_weights((sent | kept).items())
+    before = said(live)
+    live.update_weights(sent.items())
+    assert said(live) == said(built) != before
+    with pytest.raises(WeightUpdateError, match="embed"):
+        live.update_weights((at, one) for at, one in sent.items() if "embed" not in at)
+    live.sleep(2)
+    with pytest.raises(WeightUpdateError, match="state_dict"):
+        live.update_weights(sent.items())
+    live.update_weights((sent | kept).items())
+    live.wake_up()
+    assert said(live) == said(built)
+
+
 def test_a_module_that_is_not_sent_stays(tmp_path):
     old, new = (write_hybrid(tmp_path / str(seed), seed=seed) for seed in (0, 1))
     built, live = engine(new, MTP), engine(old, MTP)

@@ -44,6 +44,11 @@ class Upkeep:
             raise WeightUpdateError(
                 "a drafter may share weights that were dropped", "update the model first"
             )
+        if self.engine.sleep.lacks_weights and new.leaves_buffers:
+            raise WeightUpdateError(
+                "the update leaves buffers out, and a sleep of level 2 dropped them",
+                "send the model's state_dict, or sleep at level 1",
+            )
         version = new.version_after(self.engine.scheduler.weight_version, version)
         self.engine.sleep.begin_update()
 

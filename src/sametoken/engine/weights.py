@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from sametoken.config import DUMMY
 from sametoken.drafters.base import LoadedDrafter
@@ -31,7 +32,7 @@ from sametoken.models.in_place import Replacement
 from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.sources import FLOATING, TensorSource
-from sametoken.models.load.weights import WeightReader
+from sametoken.models.load.weights import Part, WeightReader
 from sametoken.models.loader import GGUF_PACKED, low_mmap_threshold, open_checkpoint
 from sametoken.models.requantize import left_in_floats, requantized
 from sametoken.ops.backend import Kernels
@@ -47,6 +48,9 @@ _WIDEST, _WIDEST_QUANTIZED = 4, 16
 #: The remedy where there is no memory for an update.
 LEAVE_ROOM = "leave room for it: lower num_kv_blocks or kv_cache_memory_bytes"
 _ALL = "send every tensor of the checkpoint, under its Hugging Face name"
+#: Ends of names of tensors that transformers has as buffers: trainers that send a model's
+#: ``named_parameters`` leave them out.
+_BUFFERS = (".e_score_correction_bias", ".layer_scalar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +60,12 @@ class NewWeights:
     Attributes:
         replacement: of the tensors in use.
         of_target: whether the target's weights are among them.
+        leaves_buffers: whether some of the target's tensors are to stay as they are.
     """
 
     replacement: Replacement
     of_target: bool
+    leaves_buffers: bool = False
 
     @classmethod
     def same(cls) -> NewWeights:
@@ -199,8 +205,9 @@ class LiveWeights:
     def load(self, source: TensorSource, target: str) -> NewWeights:
         """See ``Weights``; a module in the target's checkpoint comes with the target.
 
-        If none of the module's tensors are there, it stays as it is. A head's copy of the target's
-        lm_head always comes with the target. Factors of an adapter are refused by name.
+        If none of the module's tensors are there, it stays as it is, as do buffers of the target
+        that are not there. A head's copy of the target's lm_head always comes with the target.
+        Factors of an adapter are refused by name.
         """
         self.require_target(target)
         factor = next((name for name in source.names() if ".lora_A." in name), None)
@@ -216,13 +223,20 @@ class LiveWeights:
         # Its memory for packed weights ends with the copy.
         kernels: Kernels = type(plain_kernels(self.model.kernels))()
         model, drafter, formats = self.model, self.drafter, self._formats()
+        left_out: list[Tensor] = []
         # A module in the target's checkpoint is quantized as that is.
         if target == MODEL or drafter.in_target is not None:
             source = requantized(source, formats, model.config, self.in_floats)
         if target == MODEL:
             model = model.reloaded(
-                WeightReader(
-                    source, kernels, self.dtype, self.device, self.parallel, quantization=formats
+                _UpdateReader(
+                    source,
+                    kernels,
+                    self.dtype,
+                    self.device,
+                    self.parallel,
+                    quantization=formats,
+                    left_out=left_out,
                 )
             )
         pairs: list[tuple[object, object]] = [(self.model, model)]
@@ -232,7 +246,8 @@ class LiveWeights:
         elif (shared := drafter.shared_head) is not None:
             pairs.append((shared.weight, shared.made_of(model, kernels)))
         live, loaded = zip(*pairs, strict=True)
-        return NewWeights(self._replacement(live, loaded, source), target == MODEL)
+        replacement = self._replacement(live, loaded, source).without(left_out)
+        return NewWeights(replacement, target == MODEL, leaves_buffers=bool(left_out))
 
     def _formats(self) -> Quantization:
         """The formats of the target's weights."""
@@ -257,6 +272,26 @@ class LiveWeights:
     def _brings_module(self, source: TensorSource) -> bool:
         prefix = self.drafter.in_target
         return prefix is not None and any(name.startswith(prefix) for name in source.names())
+
+
+@dataclass(frozen=True, slots=True)
+class _UpdateReader(WeightReader):
+    """A reader of updates, in which buffers may be missing.
+
+    Attributes:
+        left_out: stand-ins for them, whose values are not to be used.
+    """
+
+    left_out: list[Tensor] = field(default_factory=list)
+
+    def tensor(
+        self, part: Part, row_shape: tuple[int, ...] = (), dtype: torch.dtype | None = None
+    ) -> Tensor:
+        if part.name in self or not part.name.endswith(_BUFFERS):
+            return WeightReader.tensor(self, part, row_shape, dtype)
+        shape = (part.rows, *row_shape)
+        self.left_out.append(torch.empty(shape, dtype=dtype or self.dtype, device=self.device))
+        return self.left_out[-1]
 
 
 def weights_of(

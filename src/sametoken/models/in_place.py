@@ -7,7 +7,7 @@ then copied over its counterpart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 
 import torch
@@ -17,6 +17,7 @@ from sametoken.errors import InvariantError, WeightUpdateError
 from sametoken.layers.share import Part
 from sametoken.models.base import StandIn
 from sametoken.models.decoder import Decoder
+from sametoken.models.load.weights import WeightReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,18 @@ class Replacement:
         distinct = {_memory_of(tensor): (tensor, new[place]) for place, tensor in old.items()}
         return cls(tuple(pair for at, pair in distinct.items() if ahead[at] != at))
 
+    def without(self, left_out: Sequence[Tensor]) -> Replacement:
+        """The same, but tensors in use stay whose new ones would be these.
+
+        Raises:
+            InvariantError: one of them is no new tensor.
+        """
+        places = {_memory_of(tensor) for tensor in left_out}
+        pairs = tuple(pair for pair in self.pairs if _memory_of(pair[1]) not in places)
+        if len(pairs) + len(left_out) != len(self.pairs):
+            raise InvariantError("a tensor that an update leaves out is not in the model")
+        return Replacement(pairs)
+
     def write(self) -> None:
         """Copy all values, in stream order on a device; steps must not run meanwhile."""
         with torch.no_grad():
@@ -86,7 +99,7 @@ def _tensors(node: object, place: str) -> Iterator[tuple[str, Tensor]]:
 
 def children_of(node: object) -> Iterator[tuple[str, object]]:
     """What a model, head, layer or weight is made of, by name; where it was read from is not."""
-    if isinstance(node, Part):
+    if isinstance(node, Part | WeightReader):
         return
     if isinstance(node, tuple | list):
         yield from ((str(index), child) for index, child in enumerate(node))

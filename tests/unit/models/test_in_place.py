@@ -44,6 +44,14 @@ def test_what_both_share_stays():
     assert [old is live[1][0].weight for old, _ in replacement.pairs] == [True, False]
 
 
+def test_what_is_left_out_stays():
+    live, loaded = model(0), model(1)
+    replacement = Replacement.of(live, loaded).without([loaded[1][0].bias])
+    assert [old is live[1][0].bias for old, _ in replacement.pairs] == [False, False]
+    with pytest.raises(InvariantError, match="leaves out"):
+        replacement.without([loaded[1][0].bias])
+
+
 @pytest.mark.parametrize("side", [0, 1])
 def test_weights_are_shared_in_both_or_in_neither(side):
     both = [model(0), model(1)]

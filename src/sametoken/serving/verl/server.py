@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sametoken.config import EngineConfig
-from sametoken.errors import RequestError
+from sametoken.errors import RequestError, UnsupportedError
 from sametoken.serving.async_llm import AsyncLLM
 from sametoken.serving.http.app import create_app
 from sametoken.serving.http.config import ServerConfig
@@ -39,7 +39,13 @@ def engine_config(
 
     Raises:
         ConfigError: an option is unknown or impossible.
+        UnsupportedError: weights are to be quantized as they come.
     """
+    if rollout.quantization is not None or (rollout.qat or {}).get("enable"):
+        raise UnsupportedError(
+            "a rollout does not quantize a model whose checkpoint is not quantized",
+            "leave rollout.quantization and qat out, or name a quantized checkpoint",
+        )
     options = {
         "dtype": rollout.dtype,
         "max_model_len": rollout.max_model_len,

@@ -42,6 +42,8 @@ ROLLOUT = {
     "free_cache_engine": True,
     "repetition_penalty": 1.5,
     "ignore_eos": True,
+    "quantization": None,
+    "qat": None,
 }
 
 
@@ -179,6 +181,13 @@ def test_the_engine_has_the_rollouts_options_and_its_own():
         engine_config(
             SimpleNamespace(**ROLLOUT | {"engine_kwargs": {"sametoken": {"more": 1}}}), "m"
         )
+
+
+@pytest.mark.parametrize("asked", [{"quantization": "fp8"}, {"qat": {"enable": True}}])
+def test_a_quantization_of_verls_is_refused(asked):
+    with pytest.raises(UnsupportedError, match="quantize"):
+        engine_config(SimpleNamespace(**ROLLOUT | asked), "m")
+    assert engine_config(SimpleNamespace(**ROLLOUT | {"qat": {"enable": False}}), "m")
 
 
 def test_replicas_draw_seeds_of_their_own():

@@ -164,6 +164,34 @@ def test_a_body_that_is_too_large_goes_nowhere(client):
     assert not handle.seen
 
 
+def context(rank: int) -> SimpleNamespace:
+    """Ray's, of a replica."""
+    return SimpleNamespace(
+        replica_id=SimpleNamespace(unique_id="r7"), rank=SimpleNamespace(rank=rank)
+    )
+
+
+async def test_replicas_draw_seeds_of_their_own(monkeypatch):
+    """Answers of equal prompts without a seed differ, whichever replicas they reach."""
+    seeds = []
+
+    async def begin(config: EngineConfig, limits: ServingLimits) -> FakeEngine:
+        seeds.append(config.seed)
+        return FakeEngine("hello")
+
+    class Own(Replica):
+        def __del__(self) -> None:
+            """Ray awaits it; nobody would here."""
+
+    monkeypatch.setattr(gateway.AsyncLLM, "start", begin)
+    for rank in range(3):
+        monkeypatch.setattr(gateway.serve, "get_replica_context", lambda rank=rank: context(rank))
+        config = EngineConfig(seed=7)
+        await Replica.__init__(object.__new__(Own), config, ServingLimits(), ServerConfig())
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 3
+
+
 async def test_a_replica_names_itself_is_replaced_without_an_engine_and_ends_it(monkeypatch):
     class Engine(FakeEngine):
         has_ended = False
@@ -180,8 +208,7 @@ async def test_a_replica_names_itself_is_replaced_without_an_engine_and_ends_it(
     async def begin(config: EngineConfig, limits: ServingLimits) -> Engine:
         return engine
 
-    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r7"))
-    monkeypatch.setattr(gateway.serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(gateway.serve, "get_replica_context", lambda: context(0))
     monkeypatch.setattr(gateway.AsyncLLM, "start", begin)
     replica = object.__new__(Own)
     await Replica.__init__(replica, EngineConfig(), ServingLimits(), ServerConfig())

@@ -241,7 +241,9 @@ class RolloutServer:
                 "raise max_model_len, or shorten the prompt",
             )
         left = min(response_length, prompt_length + response_length - num_prompt_tokens)
-        wanted = given.pop("max_tokens", None) or given.pop("max_new_tokens", None) or left
+        # What is left of a budget may be 0, for which verl's servers make one token.
+        named = [given.pop(name, None) for name in ("max_tokens", "max_new_tokens")]
+        wanted = next((one for one in named if one is not None), left)
         logprobs = 0 if given.pop("logprobs", False) else None
         limit = max(1, min(wanted, room))
         given |= {"logprobs": logprobs, "max_tokens": limit, "detokenize": False}

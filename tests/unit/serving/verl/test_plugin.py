@@ -252,3 +252,13 @@ def test_requests_have_what_the_rollout_says_of_all():
     assert first == [one.seed for one in given.values()]
     assert first[1] == 3
     assert first[0] != first[2]
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit"),
+    [({}, 24), ({"max_tokens": 5}, 5), ({"max_new_tokens": 6}, 6), ({"max_tokens": 0}, 1)],
+)
+def test_an_answer_has_the_tokens_that_it_may_have_and_one_at_least(asked, limit):
+    server = RolloutServer(EngineConfig(model="m"), "127.0.0.1", lengths=(16, 24))
+    server._engine = SimpleNamespace(resolved=SimpleNamespace(max_model_len=100))
+    assert server._params(dict(asked), 10).max_tokens == limit

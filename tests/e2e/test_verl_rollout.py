@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -62,6 +63,18 @@ async def held_and_rejected(server: RolloutServer, expected: list[int]) -> None:
     assert (await server.answer(PROMPT, SAMPLING, "e"))["token_ids"] == expected
 
 
+async def ended_by_a_text(server: RolloutServer, path) -> None:
+    """Agent loops end a turn by a mark; the tokens that complete it are among the answer's."""
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=8, ignore_eos=True)
+    (output,) = LLM(str(path), **TOY_ENGINE).generate([{"prompt_token_ids": PROMPT}], params)
+    mark = output.outputs[0].text[2]
+    params = replace(params, stop=[mark])
+    (output,) = LLM(str(path), **TOY_ENGINE).generate([{"prompt_token_ids": PROMPT}], params)
+    answer = await server.answer(PROMPT, SAMPLING | {"stop": [mark]}, "s")
+    assert answer["token_ids"] == list(output.outputs[0].token_ids)
+    assert len(answer["token_ids"]) == len(answer["log_probs"]) < 8
+
+
 async def scored_as_a_teacher(server: RolloutServer, path) -> None:
     """As verl's ``AsyncTeacherLLMServerManager`` asks and reads, by the likeliest tokens or not."""
     llm = LLM(str(path), **TOY_ENGINE)
@@ -88,6 +101,7 @@ async def test_rollouts_updates_and_sleep(tmp_path):
     try:
         await rollouts_around_an_update(server, paths)
         await held_and_rejected(server, offline(paths[1]))
+        await ended_by_a_text(server, paths[1])
         await scored_as_a_teacher(server, paths[1])
     finally:
         await server.shutdown()

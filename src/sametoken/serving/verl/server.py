@@ -246,8 +246,9 @@ class RolloutServer:
         wanted = next((one for one in named if one is not None), left)
         logprobs = 0 if given.pop("logprobs", False) else None
         limit = max(1, min(wanted, room))
-        given |= {"logprobs": logprobs, "max_tokens": limit, "detokenize": False}
-        return SamplingParams(**given)
+        # Text is needed for stop strings alone.
+        given = {"detokenize": bool(given.get("stop")), **given}
+        return SamplingParams(**given | {"logprobs": logprobs, "max_tokens": limit})
 
 
 def _of_prompt(positions: Sequence[PositionLogprobs | None], count: int) -> dict[str, Any]:

@@ -258,8 +258,9 @@ class LLM(NotCopied):
         later ones read no KV of older weights.
 
         Args:
-            weights: every tensor of the checkpoint by its Hugging Face name, on any device, or a
-                directory with them, of which the config is not read.
+            weights: every tensor of the checkpoint by its Hugging Face name, on any device, read
+                once the iterable has ended; or a directory with them, of which the config is not
+                read.
             version: of the new weights, above ``weight_version``; default the next.
             target: "model", with its own module (MTP, NextN) if that is sent, or "drafter".
 

@@ -113,7 +113,8 @@ class WeightSender:
         """Update every server; each of them takes all of the weights or none.
 
         Args:
-            weights: every tensor of the checkpoint by its Hugging Face name.
+            weights: every tensor of the checkpoint by its Hugging Face name; none may change
+                before the end.
             version: of the new weights; default the next.
             target: "model" or "drafter".
 

@@ -31,16 +31,18 @@ def merged_chat(chunks: list[dict]) -> dict[int, dict]:
     """Messages of a chat stream, by index, in the form of the answer without a stream."""
     choices: dict[int, dict] = {}
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
-        empty = {"content": "", "calls": [], "logprobs": [], "token_ids": [], "finish_reason": None}
-        whole = choices.setdefault(choice["index"], empty | {"reasoning": ""})
+        empty = {"logprobs": [], "token_ids": [], "finish_reason": None}
+        texts = {"content": "", "reasoning": "", "tool_calls": []}
+        whole = choices.setdefault(choice["index"], empty | texts)
         delta = choice["delta"]
         whole["reasoning"] += delta.get("reasoning") or ""
         whole["content"] += delta.get("content") or ""
         for call in delta.get("tool_calls") or []:
-            if call["index"] == len(whole["calls"]):
-                name = call["function"]["name"]
-                whole["calls"].append({"id": call["id"], "name": name, "arguments": ""})
-            whole["calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+            if call["index"] == len(whole["tool_calls"]):
+                function = {"name": call["function"]["name"], "arguments": ""}
+                whole["tool_calls"].append({"id": call["id"], "function": function})
+            function = whole["tool_calls"][call["index"]]["function"]
+            function["arguments"] += call["function"]["arguments"]
         whole["logprobs"] += (choice["logprobs"] or {}).get("content", [])
         whole["token_ids"] += choice.get("token_ids") or []
         whole["finish_reason"] = choice["finish_reason"] or whole["finish_reason"]

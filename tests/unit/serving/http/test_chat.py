@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -26,6 +27,8 @@ from sametoken.types.structured_outputs import Reasoning, StructuredOutputs
 USER = [{"role": "user", "content": "What is 1 + 2?"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+A_CALL, ITS_LIST = '{"a": 1}', '[{"name": "add", "parameters": {"a": 1}}]'
+ADDED = [("add", A_CALL)]
 TEXT = "héllo wörld 🙂 done"
 NAMED = {"type": "function", "function": {"name": "add"}}
 #: Of harmony's kind: special tokens, one of which ends texts, and a template.
@@ -46,18 +49,34 @@ def harmony(said: str) -> FakeEngine:
     return FakeEngine(said, special=SPECIAL, template=HARMONY)
 
 
+def client_of(serve, said: str | FakeEngine = "hello", **server) -> Callable:
+    """Posts chats of one question, or of the messages that it is given."""
+    engine = FakeEngine(said) if isinstance(said, str) else said
+    client = serve(engine, **server)
+    return lambda **body: client.post("/v1/chat/completions", json={"messages": USER} | body)
+
+
 def both(serve, said: str | FakeEngine, server=None, **body) -> tuple[dict, list[dict]]:
     """The answer to a request without and with a stream."""
-    engine = FakeEngine(said) if isinstance(said, str) else said
-    client = serve(engine, **(server or {}))
-    request = {"messages": USER} | body
-    whole = client.post("/v1/chat/completions", json=request)
+    post = client_of(serve, said, **(server or {}))
+    whole = post(**body)
     assert whole.status_code == 200, whole.text
-    stream = client.post("/v1/chat/completions", json=request | {"stream": True})
-    return whole.json(), events(stream)
+    return whole.json(), events(post(**body, stream=True))
+
+
+def one_choice(serve, said: str | FakeEngine, server=None, **body) -> tuple[dict, dict]:
+    """The only choice of the answer without a stream, and what one with a stream adds up to."""
+    whole, chunks = both(serve, said, server, **body)
+    (choice,) = whole["choices"]
+    return choice, merged_chat(chunks)[0]
+
+
+def message_of(serve, said: str | FakeEngine, server=None, **body) -> dict:
+    return one_choice(serve, said, server, **body)[0]["message"]
 
 
 JSON = {"response_format": {"type": "json_object"}}
+GOES_ON = {"add_generation_prompt": False, "continue_final_message": True}
 
 
 def calls_of(message: dict) -> list[tuple[str, str]]:
@@ -65,6 +84,11 @@ def calls_of(message: dict) -> list[tuple[str, str]]:
         (call["function"]["name"], call["function"]["arguments"])
         for call in message.get("tool_calls") or []
     ]
+
+
+def call_deltas(chunks: list[dict]) -> list[dict]:
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    return [call for delta in deltas for call in delta.get("tool_calls") or []]
 
 
 @pytest.mark.parametrize(
@@ -77,9 +101,9 @@ def calls_of(message: dict) -> list[tuple[str, str]]:
         (f"I will add.\n{CALL}\n{CALL}", {"tools": [ADD], "logprobs": True}),
         (CALL[:-20], {"tools": [ADD], "return_token_ids": True}),
         (CALL, {"tools": [ADD], "tool_choice": "none"}),
-        ('{"a": 1}', {"tools": [ADD], "tool_choice": NAMED}),
-        ('{"a": 1}', {"tools": [ADD], "tool_choice": NAMED} | JSON),
-        ('[{"name": "add", "parameters": {"a": 1}}]', {"tools": [ADD], "tool_choice": "required"}),
+        (A_CALL, {"tools": [ADD], "tool_choice": NAMED}),
+        (A_CALL, {"tools": [ADD], "tool_choice": NAMED} | JSON),
+        (ITS_LIST, {"tools": [ADD], "tool_choice": "required"}),
         ("", {}),
         (f"<think>\n{TEXT}</think>\n\n{TEXT}", {"logprobs": True}),
         (f"<think>I add {CALL}.</think>I will add.\n{CALL}", {"tools": [ADD]}),
@@ -99,7 +123,7 @@ def test_a_stream_adds_up_to_the_whole(serve, said, body):
         streamed, message = found[choice["index"]], choice["message"]
         assert streamed["content"] == (message["content"] or "")
         assert streamed["reasoning"] == (message["reasoning"] or "")
-        assert [(c["name"], c["arguments"]) for c in streamed["calls"]] == calls_of(message)
+        assert calls_of(streamed) == calls_of(message)
         assert streamed["finish_reason"] == choice["finish_reason"]
         assert streamed["logprobs"] == (choice["logprobs"] or {}).get("content", [])
         assert streamed["token_ids"] == choice.get("token_ids", [])
@@ -110,13 +134,8 @@ def test_tool_calls(serve):
     (choice,) = whole["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == "Let me add."
-    assert calls_of(choice["message"]) == [("add", '{"a": 1}')]
-    deltas = [
-        call
-        for chunk in chunks
-        for one in chunk["choices"]
-        for call in one["delta"].get("tool_calls") or []
-    ]
+    assert calls_of(choice["message"]) == ADDED
+    deltas = call_deltas(chunks)
     assert deltas[0]["function"]["name"] == "add"
     assert deltas[0]["type"] == "function"
     assert len(deltas) > 2, "arguments are not streamed"
@@ -126,9 +145,10 @@ def test_tool_calls(serve):
 @pytest.mark.parametrize("choice", ["auto", "none"])
 def test_marks_of_calls_may_be_special_tokens(serve, choice):
     engine = FakeEngine(CALL, special=(*BYTES_SPECIAL, "<tool_call>", "</tool_call>"))
-    whole, chunks = both(serve, engine, tools=[ADD], tool_choice=choice, max_tokens=200)
-    message = whole["choices"][0]["message"]
-    assert len(calls_of(message)) == len(merged_chat(chunks)[0]["calls"]) == (choice == "auto")
+    body = {"tools": [ADD], "tool_choice": choice, "max_tokens": 200}
+    answered, streamed = one_choice(serve, engine, **body)
+    message = answered["message"]
+    assert len(calls_of(message)) == len(calls_of(streamed)) == (choice == "auto")
     assert "<" not in (message["content"] or "")
 
 
@@ -138,11 +158,10 @@ def test_without_parallel_calls_the_first_is_the_only_one(serve):
         whole, chunks = both(serve, said, **two)
         (choice,) = whole["choices"]
         assert (choice["finish_reason"], len(calls_of(choice["message"]))) == ("tool_calls", 1)
-        deltas = [one["delta"] for chunk in chunks for one in chunk["choices"]]
-        assert {call["index"] for one in deltas for call in one.get("tool_calls") or []} == {0}
+        assert {call["index"] for call in call_deltas(chunks)} == {0}
 
 
-FORM = {"tools": [ADD], "response_format": {"type": "json_object"}}
+FORM = {"tools": [ADD]} | JSON
 #: An answer of the form with what looks like a call of each syntax.
 TURNS = """\
 {% for m in messages %}<{% for c in m.tool_calls or [] %}{{ c.id + '=' + c.function.arguments }}
@@ -164,16 +183,13 @@ def test_a_family_s_own_calls_and_ids(serve, said, template, special, shown):
     call = {"id": "call_x", "function": {"name": "add", "arguments": '{"a":1}'}}
     output = {"role": "tool", "content": "", "tool_call_id": "call_x"}
     messages = [*USER, {"role": "assistant", "tool_calls": [call]}, output]
-    whole, chunks = both(serve, engine, messages=messages, tools=[ADD])
-    assert calls_of(whole["choices"][0]["message"]) == ADDED
-    streamed = merged_chat(chunks)[0]["calls"]
-    assert [(one["name"], one["arguments"]) for one in streamed] == ADDED
+    choice, streamed = one_choice(serve, engine, messages=messages, tools=[ADD])
+    assert calls_of(choice["message"]) == calls_of(streamed) == ADDED
     assert engine.seen[0][0].text == f'{template}<><{shown}={{"a": 1}}><{shown}>'
 
 
 NO_CALL = '{"a": "<tool_call><function=add></function></tool_call> <|channel|>"}'
 XML = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
-ADDED = [("add", '{"a": 1}')]
 
 
 @pytest.mark.parametrize("server", [{}, {"reasoning_parser": "deepseek_r1"}])
@@ -206,27 +222,25 @@ def test_an_answer_is_of_its_format_or_calls(serve, server, syntax, said, conten
             assert message.get("reasoning") == (reasoned.removesuffix("</think>") or None)
             assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
             assert streamed["content"] == (content or "")
-            assert [(c["name"], c["arguments"]) for c in streamed["calls"]] == calls
+            assert calls_of(streamed) == calls
             assert streamed["finish_reason"] == choice["finish_reason"]
 
 
 def test_one_call_or_an_answer_up_to_a_stop_string(serve):
     one = FORM | {"parallel_tool_calls": False}
-    whole, chunks = both(serve, f"{CALL}\n{CALL}", **one)
-    assert calls_of(whole["choices"][0]["message"]) == ADDED
-    assert len(merged_chat(chunks)[0]["calls"]) == 1
-    whole, chunks = both(serve, CALL, **one, stop=["</tool_call>"])
-    assert calls_of(whole["choices"][0]["message"]) == ADDED
-    whole, chunks = both(serve, '{"a": "<tool_', **FORM, stop=["call"], max_tokens=200)
-    assert whole["choices"][0]["message"]["content"] == '{"a": "<tool_'
-    assert merged_chat(chunks)[0]["content"] == '{"a": "<tool_'
+    choice, streamed = one_choice(serve, f"{CALL}\n{CALL}", **one)
+    assert calls_of(choice["message"]) == calls_of(streamed) == ADDED
+    assert calls_of(message_of(serve, CALL, **one, stop=["</tool_call>"])) == ADDED
+    said = '{"a": "<tool_'
+    choice, streamed = one_choice(serve, said, **FORM, stop=["call"], max_tokens=200)
+    assert choice["message"]["content"] == streamed["content"] == said
 
 
 def test_qwen_may_call_within_its_reasoning_instead_of_an_answer_of_the_format(serve):
     server = {"reasoning_parser": "deepseek_r1", "tool_call_parser": "qwen3_coder"}
-    whole, chunks = both(serve, thinking(f"hm {XML}"), server, **FORM)
-    assert calls_of(whole["choices"][0]["message"]) == [("add", '{"a": "1"}')]
-    assert merged_chat(chunks)[0]["reasoning"] == whole["choices"][0]["message"]["reasoning"]
+    choice, streamed = one_choice(serve, thinking(f"hm {XML}"), server, **FORM)
+    assert calls_of(choice["message"]) == [("add", '{"a": "1"}')]
+    assert streamed["reasoning"] == choice["message"]["reasoning"]
 
 
 @pytest.mark.parametrize(
@@ -239,26 +253,21 @@ def test_qwen_may_call_within_its_reasoning_instead_of_an_answer_of_the_format(s
 )
 def test_harmony_s_calls_are_outside_of_the_format(serve, said, content, calls):
     engine = harmony(said)
-    whole, chunks = both(serve, engine, **FORM)
+    choice, streamed = one_choice(serve, engine, **FORM)
     structured = engine.seen[-1][1].structured_outputs
     assert structured.free_after is None
     assert structured.reasoning is not None
-    (choice,) = whole["choices"]
-    message, streamed = choice["message"], merged_chat(chunks)[0]
-    assert (message["content"], calls_of(message)) == (content, calls)
+    assert (choice["message"]["content"], calls_of(choice["message"])) == (content, calls)
     assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
-    assert (streamed["content"], len(streamed["calls"])) == (content or "", len(calls))
+    assert (streamed["content"], calls_of(streamed)) == (content or "", calls)
 
 
 def test_an_answer_continued_in_harmony_s_final_message_is_of_the_format(serve):
-    messages = [*USER, {"role": "assistant", "content": "{"}]
     template = HARMONY.replace("<|message|>{{ message.content }}<|end|>", "{{ message.content }}")
     engine = FakeEngine('"a": 1}', special=SPECIAL, template=template)
-    messages[1]["content"] = "<|channel|>final<|message|>{"
-    more = {"add_generation_prompt": False, "continue_final_message": True}
-    whole, chunks = both(serve, engine, messages=messages, **FORM, **more)
-    assert whole["choices"][0]["message"]["content"] == '"a": 1}'
-    assert merged_chat(chunks)[0]["content"] == '"a": 1}'
+    messages = [*USER, {"role": "assistant", "content": "<|channel|>final<|message|>{"}]
+    choice, streamed = one_choice(serve, engine, messages=messages, **FORM, **GOES_ON)
+    assert choice["message"]["content"] == streamed["content"] == '"a": 1}'
 
 
 def test_where_no_grammar_can_tell_calls_from_answers_both_are_refused(serve):
@@ -271,17 +280,14 @@ def test_where_no_grammar_can_tell_calls_from_answers_both_are_refused(serve):
         (FakeEngine(special=special), {"tool_call_parser": "qwen3_coder"}),
         (harmony(FINAL), at_once),
     ):
-        answer = serve(engine, **server).post(
-            "/v1/chat/completions", json={"messages": USER} | FORM
-        )
+        answer = client_of(serve, engine, **server)(**FORM)
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "tool_choice")
         assert 'tool_choice "none"' in error["message"]
 
 
 def test_content_is_null_beside_a_bare_call(serve):
-    whole, _ = both(serve, CALL, tools=[ADD])
-    assert whole["choices"][0]["message"]["content"] is None
+    assert message_of(serve, CALL, tools=[ADD])["content"] is None
 
 
 def test_calls_of_answers_with_one_id_have_ids_of_their_own(serve):
@@ -293,17 +299,9 @@ def test_calls_of_answers_with_one_id_have_ids_of_their_own(serve):
 
 
 def test_forced_calls(serve):
-    whole, _ = both(
-        serve, '[{"name": "add", "parameters": {"a": 1}}]', tools=[ADD], tool_choice="required"
-    )
-    (choice,) = whole["choices"]
-    assert (choice["finish_reason"], calls_of(choice["message"])) == (
-        "tool_calls",
-        [("add", '{"a": 1}')],
-    )
-    whole, _ = both(serve, '{"a": 2}', tools=[ADD], tool_choice=NAMED)
-    (choice,) = whole["choices"]
-    assert (choice["finish_reason"], calls_of(choice["message"])) == ("stop", [("add", '{"a": 2}')])
+    for said, forced, reason in ((ITS_LIST, "required", "tool_calls"), (A_CALL, NAMED, "stop")):
+        choice, _ = one_choice(serve, said, tools=[ADD], tool_choice=forced)
+        assert (choice["finish_reason"], calls_of(choice["message"])) == (reason, ADDED)
 
 
 WEATHER = {"type": "custom", "custom": {"name": "weather", "description": "Tells it."}}
@@ -329,12 +327,7 @@ def test_a_custom_tool_takes_a_text(serve, said, body):
     ChatCompletion.model_validate(whole)
     (call,) = whole["choices"][0]["message"]["tool_calls"]
     assert (call["type"], call["custom"]) == ("custom", {"name": "weather", "input": ASKED})
-    deltas = [
-        one
-        for chunk in chunks
-        for choice in chunk["choices"]
-        for one in choice["delta"].get("tool_calls", ())
-    ]
+    deltas = call_deltas(chunks)
     assert (deltas[0]["type"], deltas[0]["custom"]["name"]) == ("custom", "weather")
     assert "".join(one["custom"]["input"] for one in deltas) == ASKED
     assert len(deltas) > 1
@@ -345,8 +338,7 @@ def test_the_model_sees_the_tools_that_it_may_call(serve):
     engine = FakeEngine(CALL)
     allowed = {"mode": "auto", "tools": [NAMED]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
-    whole, _ = both(serve, engine, tools=[WEATHER, ADD], tool_choice=choice)
-    assert calls_of(whole["choices"][0]["message"]) == [("add", '{"a": 1}')]
+    assert calls_of(message_of(serve, engine, tools=[WEATHER, ADD], tool_choice=choice)) == ADDED
     assert json.dumps(ADD) in engine.seen[0][0].text
     assert "weather" not in engine.seen[0][0].text
 
@@ -355,8 +347,7 @@ def test_the_template_sees_a_custom_tool_as_a_function_of_one_text(serve):
     engine = FakeEngine()
     call = {"id": "c1", "type": "custom", "custom": {"name": "weather", "input": ASKED}}
     messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    body = {"messages": messages, "tools": [WEATHER]}
-    assert serve(engine).post("/v1/chat/completions", json=body).status_code == 200
+    assert client_of(serve, engine)(messages=messages, tools=[WEATHER]).status_code == 200
     ((prompt, _),) = engine.seen
     parameters = {
         "type": "object",
@@ -379,7 +370,7 @@ def test_the_template_sees_tools_and_earlier_calls(serve):
         {"role": "tool", "tool_call_id": "c1", "content": "3"},
     ]
     body = {"messages": messages, "tools": [ADD], "max_completion_tokens": 4}
-    assert serve(engine).post("/v1/chat/completions", json=body).status_code == 200
+    assert client_of(serve, engine)(**body).status_code == 200
     ((prompt, params),) = engine.seen
     assert json.dumps(ADD) in prompt.text
     assert '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' in prompt.text
@@ -397,7 +388,7 @@ def test_a_number_beyond_a_float_in_an_earlier_call_is_refused(serve, number, st
     arguments = f'{{"a": {number}}}'
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
     messages = [*USER, {"role": "assistant", "tool_calls": [call]}]
-    answer = serve().post("/v1/chat/completions", json={"messages": messages, "tools": [ADD]})
+    answer = client_of(serve)(messages=messages, tools=[ADD])
     assert answer.status_code == status
     if status == 400:
         error = answer.json()["error"]
@@ -410,22 +401,20 @@ def test_what_is_no_json_in_an_earlier_call_is_no_infinity(serve):
     """Words outside of strings, as broken quotes leave them, are not read as numbers."""
     arguments = '{"a": "5" wide IN}'
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
-    body = {"messages": [*USER, {"role": "assistant", "tool_calls": [call]}], "tools": [ADD]}
+    messages = [*USER, {"role": "assistant", "tool_calls": [call]}]
     engine = FakeEngine()
-    assert serve(engine).post("/v1/chat/completions", json=body).status_code == 200
+    assert client_of(serve, engine)(messages=messages, tools=[ADD]).status_code == 200
     ((prompt, _),) = engine.seen
     assert '<tool_call>{"name": "add", "arguments": {}}</tool_call>' in prompt.text
 
 
 def test_the_end_of_a_conversation_is_kept(serve):
-    whole, sent = FakeEngine(), {"messages": USER, "return_token_ids": True}
-    ids = serve(whole).post("/v1/chat/completions", json=sent).json()["prompt_token_ids"]
-    body = sent | {"truncate_prompt_tokens": 20}
-    kept = serve(FakeEngine()).post("/v1/chat/completions", json=body).json()
+    post = client_of(serve)
+    ids = post(return_token_ids=True).json()["prompt_token_ids"]
+    kept = post(return_token_ids=True, truncate_prompt_tokens=20).json()
     assert kept["prompt_token_ids"] == ids[-20:]
     long = [{"role": "user", "content": "x" * 600}]
-    body = {"messages": long, "truncate_prompt_tokens": -1, "max_tokens": 12}
-    answer = serve(FakeEngine()).post("/v1/chat/completions", json=body).json()
+    answer = post(messages=long, truncate_prompt_tokens=-1, max_tokens=12).json()
     assert answer["usage"]["prompt_tokens"] == 500
 
 
@@ -438,15 +427,14 @@ def test_the_first_chunk_names_the_role_and_the_last_the_reason(serve):
 
 
 def test_usage_and_statistics_when_asked_for(serve):
-    body = {"messages": USER, "include_speculation_stats": True, "return_token_ids": True}
-    body |= {"prompt_logprobs": 1}
-    client = serve(FakeEngine("hello"))
-    whole = client.post("/v1/chat/completions", json=body).json()
+    body = {"include_speculation_stats": True, "return_token_ids": True, "prompt_logprobs": 1}
+    post = client_of(serve)
+    whole = post(**body).json()
     assert whole["usage"]["completion_tokens"] == 6
     assert whole["speculation"]["num_accepted_tokens"] == 4
     assert len(whole["prompt_token_ids"]) == whole["usage"]["prompt_tokens"]
-    body |= {"stream": True, "stream_options": {"include_usage": True}}
-    first, *_, last = events(client.post("/v1/chat/completions", json=body))
+    stream = post(**body, stream=True, stream_options={"include_usage": True})
+    first, *_, last = events(stream)
     assert first["prompt_token_ids"] == whole["prompt_token_ids"]
     assert first["prompt_logprobs"] == whole["prompt_logprobs"]
     assert len(first["prompt_logprobs"]) == len(first["prompt_token_ids"])
@@ -455,13 +443,9 @@ def test_usage_and_statistics_when_asked_for(serve):
 
 def test_usage_throughout_a_stream(serve):
     """As vLLM's clients ask for it; alone it asks for nothing."""
-    body = {"messages": USER, "stream": True, "n": 2}
+    post = partial(client_of(serve), stream=True, n=2)
     both_options = {"include_usage": True, "continuous_usage_stats": True}
-    client = serve(FakeEngine("hello"))
-    chunks = events(
-        client.post("/v1/chat/completions", json=body | {"stream_options": both_options})
-    )
-    begin, *middle, last = chunks
+    begin, *middle, last = events(post(stream_options=both_options))
     assert [one["usage"]["completion_tokens"] for one in (begin, last)] == [0, 2 * 6]
     assert last["choices"] == []
     for index in range(2):
@@ -470,8 +454,7 @@ def test_usage_throughout_a_stream(serve):
         assert counts == sorted(counts)
         assert 0 < counts[0] < counts[-1] == 6
     alone = {"include_usage": None, "continuous_usage_stats": True}
-    chunks = events(client.post("/v1/chat/completions", json=body | {"stream_options": alone}))
-    assert not any("usage" in chunk for chunk in chunks)
+    assert not any("usage" in chunk for chunk in events(post(stream_options=alone)))
 
 
 @pytest.mark.parametrize(
@@ -492,8 +475,7 @@ def test_usage_throughout_a_stream(serve):
     ],
 )
 def test_what_asks_for_nothing_is_served(serve, body):
-    answer = serve(FakeEngine("hello")).post("/v1/chat/completions", json={"messages": USER} | body)
-    assert len(answer.json()["choices"]) == 1
+    assert len(client_of(serve)(**body).json()["choices"]) == 1
 
 
 OWN_TEMPLATE = {"chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}}
@@ -525,13 +507,12 @@ UNUSABLE = {"type": "function", "function": {"name": "f", "parameters": NOWHERE}
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(serve, body, param):
-    answer = serve().post("/v1/chat/completions", json={"messages": USER} | body)
+    answer = client_of(serve)(**body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_log_probabilities_above_the_server_s_limit_are_named_as_chats_ask_for_them(serve):
-    body = {"messages": USER, "logprobs": True, "top_logprobs": 3}
-    answer = serve(max_logprobs=2).post("/v1/chat/completions", json=body)
+    answer = client_of(serve, max_logprobs=2)(logprobs=True, top_logprobs=3)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "top_logprobs")
     assert "above the 2 of this server. Use 0 to 2" in error["message"]
@@ -540,26 +521,11 @@ def test_log_probabilities_above_the_server_s_limit_are_named_as_chats_ask_for_t
 def test_an_unknown_syntax_is_refused_before_anything_runs(serve):
     engine = FakeEngine()
     engine.tokenizer.hf.chat_template = "{{ messages[0].content }}"
-    body = {"messages": USER, "tools": [ADD]}
-    answer = serve(engine).post("/v1/chat/completions", json=body)
+    answer = client_of(serve, engine)(tools=[ADD])
     assert "--tool-call-parser" in answer.json()["error"]["message"]
-    assert (
-        serve(engine, tool_call_parser="llama3_json")
-        .post("/v1/chat/completions", json=body)
-        .is_success
-    )
-    assert (
-        not serve(FakeEngine(), tool_call_parser="none")
-        .post("/v1/chat/completions", json=body)
-        .is_success
-    )
+    assert client_of(serve, engine, tool_call_parser="llama3_json")(tools=[ADD]).is_success
+    assert not client_of(serve, tool_call_parser="none")(tools=[ADD]).is_success
     assert len(engine.seen) == 1
-
-
-def message_of(serve, said, server=None, **body) -> dict:
-    whole, _ = both(serve, said, server, **body)
-    (choice,) = whole["choices"]
-    return choice["message"]
 
 
 def test_reasoning_has_a_field_of_its_own(serve):
@@ -632,13 +598,10 @@ def test_an_answer_that_continues_a_message_goes_on_where_it_stands(
         {"role": "user", "content": "</think> is a mark"},
         {"role": "assistant", **continued},
     ]
-    body = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
-    server = {"reasoning_parser": name}
-    whole, chunks = both(serve, engine, server, **body)
-    streamed = merged_chat(chunks)[0]
-    message = whole["choices"][0]["message"]
-    assert (message["reasoning"], message["content"]) == (reasoning, content)
-    assert (streamed["reasoning"] or None, streamed["content"]) == (reasoning, content)
+    body, server = GOES_ON | {"messages": messages}, {"reasoning_parser": name}
+    choice, streamed = one_choice(serve, engine, server, **body)
+    for found in (choice["message"], streamed):
+        assert (found["reasoning"] or None, found["content"]) == (reasoning, content)
     both(serve, engine, server, **body, **JSON)
     waits = engine.seen[-1][1].structured_outputs.reasoning
     (end,) = engine.tokenizer.encode("</think>", add_special_tokens=False)
@@ -656,20 +619,17 @@ def test_harmony_is_chosen_by_the_template(serve):
 @pytest.mark.parametrize("channel", ["commentary", "analysis"])
 def test_harmony_s_calls_may_lack_the_prefix_of_functions(serve, channel):
     said = f"<|channel|>{channel} to=add <|constrain|>json<|message|>{{}}<|call|>"
-    whole, chunks = both(serve, harmony(said), tools=[ADD])
-    assert calls_of(whole["choices"][0]["message"]) == [("add", "{}")]
-    (call,) = merged_chat(chunks)[0]["calls"]
-    assert (call["name"], call["arguments"]) == ("add", "{}")
+    choice, streamed = one_choice(serve, harmony(said), tools=[ADD])
+    assert calls_of(choice["message"]) == calls_of(streamed) == [("add", "{}")]
     other = message_of(serve, harmony(said.replace("to=add", "to=python")), tools=[ADD])
     assert (calls_of(other), other["reasoning"]) == ([], "{}")
 
 
 def test_harmony_s_calls_end_the_answer(serve):
     said = f'{THOUGHT}{TO_ADD}{{"a": 1}}<|call|><|start|>assistant{FINAL}'
-    whole, _ = both(serve, harmony(said), tools=[ADD])
-    (choice,) = whole["choices"]
+    choice, _ = one_choice(serve, harmony(said), tools=[ADD])
     message = choice["message"]
-    assert (choice["finish_reason"], calls_of(message)) == ("tool_calls", [("add", '{"a": 1}')])
+    assert (choice["finish_reason"], calls_of(message)) == ("tool_calls", ADDED)
     assert (message["reasoning"], message["content"]) == ("Let me héar.", None)
     engine = harmony(said)
     ends = []
@@ -698,7 +658,6 @@ def constrained(serve, engine, server, **body) -> tuple[dict, StructuredOutputs]
 
 
 OPENS = CHAT_TEMPLATE + "{% if enable_thinking %}<think>\n{% else %}<think></think>{% endif %}"
-A_CALL, ITS_LIST = '{"a": 1}', '[{"name": "add", "parameters": {"a": 1}}]'
 
 
 def test_a_constrained_answer_reasons_first(serve):
@@ -741,15 +700,11 @@ def test_a_forced_call_reasons_first(serve, choice, call, reason):
         (thinking(f"<think>hm</think>{call}"), {"reasoning_parser": "qwen3"}),
         (harmony(f"<|channel|>analysis<|message|>hm<|end|>{FINAL_BEGUN}{call}"), {}),
     ):
-        whole, chunks = both(serve, engine, server, tools=[ADD], tool_choice=choice)
-        (one,) = whole["choices"]
+        one, streamed = one_choice(serve, engine, server, tools=[ADD], tool_choice=choice)
         assert engine.seen[-1][1].structured_outputs.reasoning is not None
-        assert one["message"]["reasoning"] == "hm"
-        assert calls_of(one["message"]) == [("add", A_CALL)]
+        assert one["message"]["reasoning"] == streamed["reasoning"] == "hm"
+        assert calls_of(one["message"]) == calls_of(streamed) == ADDED
         assert one["finish_reason"] == reason
-        streamed = merged_chat(chunks)[0]
-        assert [(c["name"], c["arguments"]) for c in streamed["calls"]] == [("add", A_CALL)]
-        assert streamed["reasoning"] == "hm"
 
 
 @pytest.mark.parametrize(
@@ -763,10 +718,10 @@ def test_a_forced_call_reasons_first(serve, choice, call, reason):
 )
 def test_what_is_not_in_harmony_s_final_channel_is_no_part_of_a_forced_call(serve, stray):
     engine = harmony(f"{stray}{FINAL_BEGUN}{A_CALL}")
-    whole, chunks = both(serve, engine, {}, tools=[ADD], tool_choice=NAMED)
-    for message in (whole["choices"][0]["message"], merged_chat(chunks)[0]):
-        assert re.fullmatch(r"hm!?\nwell", message["reasoning"])
-    assert calls_of(whole["choices"][0]["message"]) == [("add", A_CALL)]
+    choice, streamed = one_choice(serve, engine, tools=[ADD], tool_choice=NAMED)
+    for found in (choice["message"], streamed):
+        assert re.fullmatch(r"hm!?\nwell", found["reasoning"])
+    assert calls_of(choice["message"]) == ADDED
     tool = {"type": "function", **ADD["function"]}
     choice = {"type": "function", "name": "add"}
     body = {"input": "x", "tools": [tool], "tool_choice": choice, "stream": True}
@@ -797,11 +752,7 @@ def test_a_constraint_holds_at_once_without_reasoning(serve):
 
 
 BUDGET = {"thinking_token_budget": 9}
-CONTINUES = {
-    "messages": [*USER, {"role": "assistant", "content": "<think>hm"}],
-    "add_generation_prompt": False,
-    "continue_final_message": True,
-}
+CONTINUES = GOES_ON | {"messages": [*USER, {"role": "assistant", "content": "<think>hm"}]}
 
 
 @pytest.mark.parametrize(
@@ -858,8 +809,7 @@ def test_a_budget_without_a_known_end_of_reasoning_is_refused(serve, more):
     for engine, server in ((harmony(FINAL), {}), (FakeEngine("x"), {"reasoning_parser": "qwen3"})):
         if more and server:
             continue  # Its constraint holds from the first token on.
-        body = {"messages": USER} | BUDGET | more
-        answer = serve(engine, **server).post("/v1/chat/completions", json=body)
+        answer = client_of(serve, engine, **server)(**BUDGET, **more)
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "thinking_token_budget")
         assert "</think>" in error["message"]
@@ -871,8 +821,9 @@ def test_the_template_sees_earlier_reasoning_and_the_effort(serve):
     engine = harmony(FINAL)
     for name in ("reasoning", "reasoning_content", "thinking"):
         earlier = {"role": "assistant", "content": "3", "reasoning": None, name: "hm"}
-        body = {"messages": [*USER, earlier, *USER], "reasoning_effort": "high"}
-        assert serve(engine).post("/v1/chat/completions", json=body).status_code == 200
+        messages = [*USER, earlier, *USER]
+        answer = client_of(serve, engine)(messages=messages, reasoning_effort="high")
+        assert answer.status_code == 200
     first, *others = [prompt.text for prompt, _ in engine.seen]
     assert first.startswith("<|start|>system<|message|>high<|end|>")
     assert "<|start|>assistant<|channel|>analysis<|message|>hm<|end|><|message|>3<|end|>" in first

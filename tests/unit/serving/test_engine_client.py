@@ -27,6 +27,7 @@ from sametoken.serving.engine_client import EngineClient
 from sametoken.serving.limits import ServingLimits
 from sametoken.serving.messages import (
     Answer,
+    Order,
     Pause,
     Ready,
     Refused,
@@ -97,6 +98,10 @@ class FakeProcess:
         self.cause = cause
         self.ended.set()
 
+    def say(self, said) -> None:
+        self.says = said
+        self.ended.set()
+
     def take_sent(self) -> list:
         sent, self.sent = self.sent, []
         return sent
@@ -128,6 +133,12 @@ class Kit:
         stream = self.begin(request_id)
         self.report(update(request_id, 20, 21, 22, 23))
         await anext(stream)
+
+    async def order(self, command) -> tuple[asyncio.Future, Order]:
+        """Give a command: its end, and the order that was sent, after which nothing was."""
+        given = asyncio.ensure_future(self.client.command(command))
+        await asyncio.sleep(0)
+        return given, self.process.sent.pop()
 
     def report(self, *updates, num_submits=None, **load) -> None:
         """A step, by default after all that was submitted has been taken."""
@@ -344,8 +355,7 @@ async def test_results_that_cannot_be_taken_in_end_the_requests(open_kit, caplog
     async with open_kit() as kit:
         stream = kit.begin()
         await asyncio.sleep(0)
-        kit.process.says = "nonsense"
-        kit.process.ended.set()
+        kit.process.say("nonsense")
         with pytest.raises(EngineDeadError, match="results cannot be processed"):
             await asyncio.wait_for(anext(stream), 5)
 
@@ -361,8 +371,7 @@ async def test_a_process_without_work_may_be_silent(open_kit):
     async with open_kit(step_timeout_s=0.05) as kit:
         stream = kit.begin()
         assert kit.client.awaits_report
-        kit.process.says = StepReport((update("r", 20, 21, 22, 23),), EngineLoad(1), 0.01, 1)
-        kit.process.ended.set()
+        kit.process.say(StepReport((update("r", 20, 21, 22, 23),), EngineLoad(1), 0.01, 1))
         assert (await anext(stream)).finished
         assert not kit.client.awaits_report
         await asyncio.sleep(0.1)
@@ -460,18 +469,14 @@ async def test_a_pause_puts_a_replay_off_until_its_end(open_kit):
         kit.begin("first")
         kit.report(update("first", 20, 21, 22, 23))
         kit.process.take_sent()
-        pausing = asyncio.ensure_future(kit.client.command(Pause(wait=True)))
-        await asyncio.sleep(0)
-        release, order = kit.process.take_sent()
-        assert release == Release({"first#replay#1": None}, aborted=True)
+        pausing, order = await kit.order(Pause(wait=True))
+        assert kit.process.take_sent() == [Release({"first#replay#1": None}, aborted=True)]
         kit.client.take(Answer(order.ticket, paused=True))
         await pausing
         kit.begin("second")
         kit.client.abort_all()
         assert [type(one) for one in kit.process.take_sent()] == [Submit, Release]
-        waking = asyncio.ensure_future(kit.client.command(Resume()))
-        await asyncio.sleep(0)
-        (order,) = kit.process.take_sent()
+        waking, order = await kit.order(Resume())
         kit.client.take(Answer(order.ticket))
         await waking
         (again,) = kit.process.take_sent()
@@ -480,9 +485,7 @@ async def test_a_pause_puts_a_replay_off_until_its_end(open_kit):
 
 async def test_a_command_that_is_cancelled_is_withdrawn(open_kit):
     async with open_kit() as kit:
-        pausing = asyncio.ensure_future(kit.client.command(Pause(wait=True)))
-        await asyncio.sleep(0)
-        (order,) = kit.process.take_sent()
+        pausing, order = await kit.order(Pause(wait=True))
         pausing.cancel()
         await asyncio.wait((pausing,))
         assert kit.process.take_sent() == [Withdraw(order.ticket)]
@@ -508,28 +511,20 @@ async def test_each_command_that_is_lost_with_the_engine_has_an_error_of_its_own
 async def test_a_hung_step_is_seen_while_a_pause_waits_and_not_in_a_pause(open_kit):
     async with open_kit(step_timeout_s=0.05) as kit:
         stream = kit.begin()
-        pausing = asyncio.ensure_future(kit.client.command(Pause(wait=True)))
-        await asyncio.sleep(0)
+        pausing, order = await kit.order(Pause(wait=True))
         assert kit.client.is_paused
         # Of another command, before the pause has begun.
         kit.client.take(Answer(99))
         assert kit.client.is_paused
-        *_, order = kit.process.take_sent()
-        kit.process.says = Answer(order.ticket, paused=True)
-        kit.process.ended.set()
+        kit.process.say(Answer(order.ticket, paused=True))
         await pausing
         await asyncio.sleep(0.2)
         assert not kit.process.ended.is_set()
-        again = asyncio.ensure_future(kit.client.command(Resume()))
-        await asyncio.sleep(0)
-        *_, order = kit.process.take_sent()
-        kit.process.says = Answer(order.ticket)
-        kit.process.ended.set()
+        again, order = await kit.order(Resume())
+        kit.process.say(Answer(order.ticket))
         await again
-        waiting = asyncio.ensure_future(kit.client.command(Pause(wait=True)))
-        await asyncio.sleep(0)
-        kit.process.says = StepReport((), EngineLoad(num_received=1, num_running=1), 0.01, 1)
-        kit.process.ended.set()
+        waiting, _ = await kit.order(Pause(wait=True))
+        kit.process.say(StepReport((), EngineLoad(num_received=1, num_running=1), 0.01, 1))
         with pytest.raises(EngineDeadError, match="a step took more than"):
             await asyncio.wait_for(waiting, PATIENCE_S)
         with pytest.raises(EngineDeadError, match="a step took more than"):

@@ -12,7 +12,6 @@ import torch
 
 from helpers.checkpoints import write_llama
 from helpers.harness import (
-    ScriptedDrafter,
     Shape,
     build,
     draft_model,
@@ -20,6 +19,8 @@ from helpers.harness import (
     request,
     requests_of,
     run,
+    scripted,
+    truth,
 )
 from helpers.hybrid_toy import HybridToy
 from helpers.recorded import RecordedLogits
@@ -35,41 +36,22 @@ PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 1, 2, 3, 4], [5] * 17, [6, 1], [7, 
 MAX_TOKENS = 20
 TIGHT = Shape(num_blocks=14, num_host_blocks=0)
 DENSE = replace(TIGHT, prefix_caching=False, cache_emitted=False)
+TOY = ToyModel()
 
 
 requests = partial(requests_of, PROMPTS, MAX_TOKENS)
 
 
-@lru_cache
-def alone(kind: type, prompt: tuple[int, ...], temperature: float, seed: int) -> list[int]:
-    item = request("x", prompt, max_tokens=24, temperature=temperature, seed=seed)
-    shape = replace(Shape(), max_num_seqs=1, prefix_caching=False, cache_emitted=False)
-    return run(build(kind(), shape, steps="compact"), [item]).tokens["x"]
-
-
-def truth(kind: type, items) -> dict[str, list[int]]:
-    return {item.request_id: oracle(kind)(item)[:MAX_TOKENS] for item in items}
-
-
-def oracle(kind: type):
-    return lambda asked: alone(
-        kind, tuple(asked.prompt_token_ids), asked.params.temperature, asked.params.seed
-    )
-
-
 @pytest.mark.usefixtures("layouts")
-@pytest.mark.parametrize(("kind", "steps_in_flight"), [(ToyModel, 1), (HybridToy, 3)])
-def test_without_room_on_the_host_what_was_lost_is_computed_again(kind, steps_in_flight):
+@pytest.mark.parametrize(
+    ("toy", "steps_in_flight"), [(TOY, 1), (HybridToy(), 3)], ids=["ToyModel-1", "HybridToy-3"]
+)
+def test_without_room_on_the_host_what_was_lost_is_computed_again(toy, steps_in_flight):
     items = requests(0.9)
-    core = build(
-        kind(),
-        replace(DENSE, steps_in_flight=steps_in_flight),
-        make_drafter=lambda parts: ScriptedDrafter(parts, "mixed"),
-        oracle=oracle(kind),
-    )
+    core = build(toy, replace(DENSE, steps_in_flight=steps_in_flight), **scripted(toy, "mixed"))
     replayed = replayed_by(core)
     ran = run(core, items)
-    assert ran.tokens == truth(kind, items)
+    assert ran.tokens == truth(toy, items)
     assert any(replayed)
     assert ran.accepted
 
@@ -77,10 +59,10 @@ def test_without_room_on_the_host_what_was_lost_is_computed_again(kind, steps_in
 @pytest.mark.parametrize("num_host_blocks", [0, 5])
 def test_a_drafter_s_kv_is_computed_again_too(num_host_blocks):
     shape = replace(TIGHT, num_host_blocks=num_host_blocks, steps_in_flight=2)
-    core = build(ToyModel(), shape, make_drafter=lambda parts: draft_model(parts, ToyModel()))
+    core = build(TOY, shape, make_drafter=lambda parts: draft_model(parts, TOY))
     replayed = replayed_by(core)
     ran = run(core, requests())
-    assert ran.tokens == truth(ToyModel, requests())
+    assert ran.tokens == truth(TOY, requests())
     assert any(replayed)
     # The window after a replay has none; all others are right.
     assert ran.accepted == ran.offered > 0
@@ -88,7 +70,7 @@ def test_a_drafter_s_kv_is_computed_again_too(num_host_blocks):
 
 def test_log_probabilities_of_a_prompt_are_told_once():
     def told(shape):
-        core, found = build(ToyModel(), shape), {}
+        core, found = build(TOY, shape), {}
         replayed = replayed_by(core)
         for item in requests(prompt_logprobs=1):
             core.add_request(item)
@@ -130,13 +112,13 @@ def copy_within_steps(core, file, hangs=lambda: False):
 
 @lru_cache
 def without_cache() -> dict[str, list[int]]:
-    return chats(build(ToyModel(), replace(Shape(), prefix_caching=False)), range(3))
+    return chats(build(TOY, replace(Shape(), prefix_caching=False)), range(3))
 
 
 def test_idle_prefixes_go_to_host_memory_and_return():
     # One request and a half fit; five beginnings of four blocks do not.
     shape = Shape(num_blocks=10, num_host_blocks=30, num_idle_host_blocks=30)
-    core = build(ToyModel(), replace(shape, steps_in_flight=2))
+    core = build(TOY, replace(shape, steps_in_flight=2))
     assert chats(core, range(3)) == without_cache()
     assert core.scheduler.swapped_prefix_hits >= 10 * 16
 
@@ -149,7 +131,7 @@ def with_a_file(directory, shape: Shape) -> tuple[EngineCore, SwapFile]:
         files.append(SwapFile(str(directory), 40, swap.host.buffer))
         return files[0]
 
-    return build(ToyModel(), shape, make_file=make_file), files[0]
+    return build(TOY, shape, make_file=make_file), files[0]
 
 
 @pytest.mark.parametrize("broken", [None, "content", "length", "disk"])
@@ -207,7 +189,7 @@ def full(*arguments):
 def test_preempted_requests_move_on_to_a_file(tmp_path):
     shape = Shape(max_num_seqs=5, num_blocks=14, num_host_blocks=12, prefix_caching=False)
     core, file = with_a_file(tmp_path, shape)
-    assert run(core, requests()).tokens == truth(ToyModel, requests())
+    assert run(core, requests()).tokens == truth(TOY, requests())
     assert file._digests, "nothing was written"
 
 

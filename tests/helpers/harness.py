@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import cycle
 from types import SimpleNamespace
 
@@ -306,6 +307,29 @@ def run(core: EngineCore, requests, max_steps: int = 2000) -> Ran:
             return ran
         collect(core, ran, limits)
     raise AssertionError("the engine does not finish")
+
+
+@lru_cache(maxsize=256)
+def alone(model, prompt: tuple[int, ...], params: SamplingParams, kernels=None) -> list[int]:
+    """What a request says by itself, without drafts, and eight tokens more."""
+    shape = Shape(max_num_seqs=1, prefix_caching=False, cache_emitted=False)
+    core = build(model, shape, kernels=kernels, steps="compact")
+    item = replace(request("alone", prompt, params.max_tokens + 8), params=params)
+    return run(core, [item]).tokens["alone"]
+
+
+def truth(model, items, kernels=None) -> dict[str, list[int]]:
+    """What each of these requests says by itself."""
+    said = {one: alone(model, one.prompt_token_ids, one.params, kernels) for one in items}
+    return {one.request_id: tokens[: one.params.max_tokens] for one, tokens in said.items()}
+
+
+def scripted(model, script: str, kernels=None) -> dict:
+    """Options of ``build``: drafts by a script, which knows what requests say by themselves."""
+    return {
+        "make_drafter": lambda parts: ScriptedDrafter(parts, script),
+        "oracle": lambda asked: alone(model, asked.prompt_token_ids, asked.params, kernels),
+    }
 
 
 def swapped_by(core: EngineCore, monkeypatch) -> list:

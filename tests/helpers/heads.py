@@ -87,17 +87,20 @@ def attended(q, k, v, window: int | None = None):
     return (scores.masked_fill(unseen, -torch.inf).softmax(-1) @ v).transpose(0, 1).flatten(1)
 
 
-def require_defined_states(head, definition, lm_head, tolerance: float = 1e-4) -> None:
+def require_defined_states(
+    head, definition, lm_head, tolerance: float = 1e-4, norm=lambda states: states
+) -> None:
     """Logits and fed-back states of two chunks and a drafted row are those of a definition.
 
     Args:
-        head: reads the states that the target makes its logits from.
+        head: reads states of the size that the target makes its logits from.
         definition: of ids and states of a whole sequence, gives the head's own states.
         lm_head: the matrix that its logits are made with.
+        norm: what its own states pass before.
     """
     generator = torch.Generator().manual_seed(1)
     token_ids = torch.randint(VOCAB, (9,), generator=generator)
-    hidden = torch.randn(9, HIDDEN, generator=generator)
+    hidden = torch.randn(9, lm_head.shape[1], generator=generator)
     kv = empty_kv(head)
     first = head.forward(token_ids[:5], hidden[:5].clone(), rows_of_one_slot(0, 5), kv)
     rest = head.forward(token_ids[5:], hidden[5:].clone(), rows_of_one_slot(5, 4), kv)
@@ -109,14 +112,14 @@ def require_defined_states(head, definition, lm_head, tolerance: float = 1e-4) -
     states = definition(torch.cat((token_ids, drafted)), hidden)
     passes, close = (first, rest, own), {"atol": tolerance, "rtol": tolerance}
     found = torch.cat([head.compute_logits(one.last) for one in passes])
-    torch.testing.assert_close(found, states @ lm_head.T, **close)
+    torch.testing.assert_close(found, norm(states) @ lm_head.T, **close)
     feedback = torch.cat([one.feedback for one in passes])
     torch.testing.assert_close(feedback, states, **close)
 
 
-def require_reads_what_logits_are_made_from(head) -> None:
+def require_reads_what_logits_are_made_from(head, hidden_size: int = HIDDEN) -> None:
     """And leaves it as it is: all rows are not copied for it."""
-    hidden = HiddenStates(torch.randn(5, HIDDEN), torch.randn(5, 0))
+    hidden = HiddenStates(torch.randn(5, hidden_size), torch.randn(5, 0))
     rows = torch.tensor([3, 0])
     assert torch.equal(head.target_states(hidden, rows), hidden.last[rows])
     given, before = head.target_states(hidden, None), hidden.last.clone()

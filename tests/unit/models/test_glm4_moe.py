@@ -10,7 +10,7 @@ from helpers.checkpoints import change_config
 from helpers.families import fixed_config, random_model, write_family
 from helpers.forward import CPU, load
 from helpers.harness import request, run
-from helpers.heads import empty_kv, rms_norm, rows_of_one_slot
+from helpers.heads import require_defined_states, rms_norm
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.errors import CheckpointError, UnsupportedError
@@ -88,28 +88,23 @@ def write_module(directory):
 @torch.inference_mode()
 def test_the_module_computes_what_it_is_defined_as(tmp_path):
     theirs, tensors = write_module(tmp_path)
-    token_ids, hidden = torch.arange(9) * 7 % 64, torch.randn(9, 32)
-    embedded = tensors["embed_tokens.weight"][token_ids].clone()
-    embedded[0] = 0
-    normed = [rms_norm(embedded, tensors["enorm.weight"], 1e-5)]
-    normed.append(rms_norm(hidden, tensors["hnorm.weight"], 1e-5))
-    x = (torch.cat(normed, -1) @ tensors["eh_proj.weight"].T)[None]
-    future = torch.full((9, 9), -torch.inf).triu(1)[None, None]
-    angles = theirs.model.rotary_emb(x, torch.arange(9)[None])
-    states = theirs.model.layers[3](x, attention_mask=future, position_embeddings=angles)[0]
-    last = rms_norm(states, tensors["shared_head.norm.weight"], 1e-5)
+
+    def norm(x, name="shared_head.norm"):
+        return rms_norm(x, tensors[f"{name}.weight"], 1e-5)
+
+    def definition(token_ids, hidden):
+        embedded, count = tensors["embed_tokens.weight"][token_ids].clone(), len(token_ids)
+        embedded[0] = 0
+        both = torch.cat((norm(embedded, "enorm"), norm(hidden, "hnorm")), -1)
+        x = (both @ tensors["eh_proj.weight"].T)[None]
+        future = torch.full((count, count), -torch.inf).triu(1)[None, None]
+        angles = theirs.model.rotary_emb(x, torch.arange(count)[None])
+        return theirs.model.layers[3](x, attention_mask=future, position_embeddings=angles)[0]
 
     options = {"kernels": ReferenceKernels(), "dtype": torch.float32, "device": CPU}
     target = load(tmp_path)
     head = open_module(tmp_path).load(target, **options, max_positions=16)
-    kv = empty_kv(head)
-    first = head.forward(token_ids[:5], hidden[:5].clone(), rows_of_one_slot(0, 5), kv)
-    rest = head.forward(token_ids[5:], hidden[5:].clone(), rows_of_one_slot(5, 4), kv)
-    feedback = torch.cat((first.feedback, rest.feedback))
-    torch.testing.assert_close(feedback, states, atol=1e-4, rtol=1e-4)
-    logits = head.compute_logits(torch.cat((first.last, rest.last)))
-    expected = last @ tensors["shared_head.head.weight"].T
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    require_defined_states(head, definition, tensors["shared_head.head.weight"], norm=norm)
     assert head.lm_head is target.head, "a copy of the target's is not kept"
     quantized = open_module(tmp_path).load(target, **options, max_positions=16, quantize_fp8=True)
     plain, mixed = head.module.layer.mlp, quantized.module.layer.mlp

@@ -27,6 +27,7 @@ from helpers.heads import (
     empty_kv,
     gated_mlp,
     linear,
+    require_defined_states,
     require_kept_rows_alone,
     require_target_of_its_sizes,
     rms_norm,
@@ -40,12 +41,13 @@ from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.ops.reference import ReferenceKernels
 
 
-def load(directory, target=None):
-    return Eagle3Checkpoint(directory).load(target or SharedTarget(), **OPTIONS)
+def load(directory, target=None, kernels=OPTIONS["kernels"]):
+    options = OPTIONS | {"kernels": kernels}
+    return Eagle3Checkpoint(directory).load(target or SharedTarget(kernels=kernels), **options)
 
 
-def defined_head(tensors, embedding, token_ids, hidden, flags):
-    """The whole sequence at once: logits over the draft vocabulary, and the fed-back state."""
+def defined_head(tensors, embedding, flags, token_ids, hidden):
+    """The whole sequence at once: what is fed back."""
 
     def norm(x, name):
         return rms_norm(x, tensors[f"{name}.weight"])
@@ -64,8 +66,18 @@ def defined_head(tensors, embedding, token_ids, hidden, flags):
     x = attended(rotated(q, width), rotated(k, width), v, flags.get("window"))
     x = residual + linear(tensors, x, f"{layer}.self_attn.o_proj")
     x = x + gated_mlp(tensors, norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp")
-    last = norm(x, "norm")
-    return linear(tensors, last, "lm_head"), last if flags.get("norm_output") else x
+    return norm(x, "norm") if flags.get("norm_output") else x
+
+
+def require_defined(head, tensors, **flags) -> None:
+    """That a head computes what it is defined as, from states that are combined already."""
+    embedding = tensors.get("embed_tokens.weight", SharedTarget().embedding_matrix)
+
+    def norm(states):
+        return states if flags.get("norm_output") else rms_norm(states, tensors["norm.weight"])
+
+    definition = partial(defined_head, tensors, embedding, flags)
+    require_defined_states(head, definition, tensors["lm_head.weight"], norm=norm)
 
 
 def defined_combine(tensors, auxiliary, flags):
@@ -101,33 +113,13 @@ def test_logits_and_states_are_those_of_the_definition(tmp_path, layout, flags):
     else:
         bias = {"attention_bias": settings.pop("attention_bias", False)}
         write_speculators(tmp_path, tensors, bias, **settings)
-    target = SharedTarget()
-    head = load(tmp_path, target)
-    embedding = tensors.get("embed_tokens.weight", target.embedding_matrix)
-
-    generator = torch.Generator().manual_seed(1)
-    token_ids = torch.randint(VOCAB, (9,), generator=generator)
-    auxiliary = torch.randn(9, 3 * HIDDEN, generator=generator)
+    head = load(tmp_path)
+    auxiliary = torch.randn(9, 3 * HIDDEN, generator=torch.Generator().manual_seed(1))
     combined = defined_combine(tensors, auxiliary, flags)
     torch.testing.assert_close(head.combine(auxiliary), combined, atol=1e-4, rtol=1e-4)
-
-    kv = empty_kv(head)
-    first = head.forward(token_ids[:5], head.combine(auxiliary[:5]), rows_of_one_slot(0, 5), kv)
-    rest = head.forward(token_ids[5:], head.combine(auxiliary[5:]), rows_of_one_slot(5, 4), kv)
-    found = torch.cat([head.compute_logits(states.last) for states in (first, rest)])
-    logits, feedback = defined_head(tensors, embedding, token_ids, combined, flags)
-    torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+    require_defined(head, tensors, **flags)
     proposed = None if head.token_ids is None else tuple(head.token_ids.tolist())
     assert proposed == (None if flags.get("full_vocab") else DRAFT_IDS)
-    mine = torch.cat((first.feedback, rest.feedback))
-    torch.testing.assert_close(mine, feedback, atol=1e-4, rtol=1e-4)
-
-    # A drafted row: the head's own state in the place of the target's.
-    drafted = torch.tensor([3])
-    again = head.forward(drafted, rest.feedback[-1:].clone(), rows_of_one_slot(9, 1), kv)
-    hidden = torch.cat((combined, feedback[-1:]))
-    logits, _ = defined_head(tensors, embedding, torch.cat((token_ids, drafted)), hidden, flags)
-    torch.testing.assert_close(head.compute_logits(again.last), logits[-1:], atol=1e-4, rtol=1e-4)
 
 
 @both_kernels
@@ -136,9 +128,7 @@ def test_logits_and_states_are_those_of_the_definition(tmp_path, layout, flags):
 )
 def test_a_pass_leaves_the_target_s_states_as_they_are(tmp_path, flags, kernels):
     settings = {k: v for k, v in flags.items() if k not in ("own_embedding", "full_vocab")}
-    write_safeailab(tmp_path, head_tensors(5, **flags), **settings)
-    shared = SharedTarget(kernels=kernels)
-    head = Eagle3Checkpoint(tmp_path).load(shared, **OPTIONS | {"kernels": kernels})
+    head = load(write_safeailab(tmp_path, head_tensors(5, **flags), **settings), kernels=kernels)
     hidden = HiddenStates(torch.randn(5, HIDDEN), torch.randn(5, 3 * HIDDEN))
     auxiliary, last, rows = hidden.auxiliary.clone(), hidden.last.clone(), torch.tensor([3, 0])
     given = head.target_states(hidden, None)
@@ -152,12 +142,7 @@ def test_a_head_with_qk_norm(tmp_path):
     tensors = head_tensors(6)
     for name in ("q_norm", "k_norm"):
         tensors[f"layers.0.self_attn.{name}.weight"] = torch.linspace(0.5, 2.0, 8)
-    target, head = SharedTarget(), load(write_speculators(tmp_path, tensors))
-    token_ids, hidden = torch.arange(6), torch.randn(6, HIDDEN)
-    logits, _ = defined_head(tensors, target.embedding_matrix, token_ids, hidden, {})
-    states = head.forward(token_ids, hidden, rows_of_one_slot(0, 6), empty_kv(head))
-    found = head.compute_logits(states.last)
-    torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+    require_defined(load(write_speculators(tmp_path, tensors)), tensors)
 
 
 @both_kernels
@@ -170,14 +155,9 @@ def test_a_head_with_qk_norm(tmp_path):
     ids=["top", "rope_parameters"],
 )
 def test_a_head_that_rotates_a_part_as_those_for_qwen3_5(tmp_path, settings, kernels):
-    tensors, target = head_tensors(6), SharedTarget(kernels=kernels)
-    checkpoint = Eagle3Checkpoint(write_safeailab(tmp_path, tensors, **settings))
-    head = checkpoint.load(target, **OPTIONS | {"kernels": kernels})
-    token_ids, hidden = torch.arange(6), torch.randn(6, HIDDEN)
-    flags = {"rotated": 4}
-    logits, _ = defined_head(tensors, target.embedding_matrix, token_ids, hidden, flags)
-    states = head.forward(token_ids, hidden, rows_of_one_slot(0, 6), empty_kv(head))
-    torch.testing.assert_close(head.compute_logits(states.last), logits, atol=1e-4, rtol=1e-4)
+    tensors = head_tensors(6)
+    head = load(write_safeailab(tmp_path, tensors, **settings), kernels=kernels)
+    require_defined(head, tensors, rotated=4)
 
 
 SLIDING = {"layer_types": ["sliding_attention"]}
@@ -198,21 +178,14 @@ SLIDING = {"layer_types": ["sliding_attention"]}
     ],
 )
 def test_a_head_sees_its_layer_s_window(tmp_path, settings, window, layout, kernels):
-    tensors, target = head_tensors(6), SharedTarget(kernels=kernels)
+    tensors = head_tensors(6)
     if layout == "safeailab":
         write_safeailab(tmp_path, tensors, **settings)
     else:
         write_speculators(tmp_path, tensors, settings)
-    head = Eagle3Checkpoint(tmp_path).load(target, **OPTIONS | {"kernels": kernels})
+    head = load(tmp_path, kernels=kernels)
     assert [cache.window for cache in head.caches] == [window]
-    token_ids, hidden = torch.arange(9), torch.randn(9, HIDDEN)
-    flags = {"window": window}
-    logits, _ = defined_head(tensors, target.embedding_matrix, token_ids, hidden, flags)
-    kv = empty_kv(head)
-    first = head.forward(token_ids[:5], hidden[:5].clone(), rows_of_one_slot(0, 5), kv)
-    rest = head.forward(token_ids[5:], hidden[5:].clone(), rows_of_one_slot(5, 4), kv)
-    found = torch.cat([head.compute_logits(states.last) for states in (first, rest)])
-    torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+    require_defined(head, tensors, window=window)
 
 
 def test_a_window_of_no_width_or_of_other_layers_is_refused(tmp_path):
@@ -227,23 +200,17 @@ def test_rope_settings_by_layer_type_are_those_of_the_layer(tmp_path):
         "full_attention": {"partial_rotary_factor": 0.5, "rope_theta": 10_000.0},
         "sliding_attention": {"rope_theta": 10_000.0},
     }
-    tensors, target = head_tensors(6), SharedTarget()
-    token_ids, hidden = torch.arange(6), torch.randn(6, HIDDEN)
+    tensors = head_tensors(6)
     for kind, flags in (("full", {"rotated": 4}), ("sliding", {"window": 4})):
         types = {"layer_types": [f"{kind}_attention"], "sliding_window": 4}
         head = load(write_speculators(tmp_path / kind, tensors, types | {"rope_parameters": ropes}))
-        logits, _ = defined_head(tensors, target.embedding_matrix, token_ids, hidden, flags)
-        states = head.forward(token_ids, hidden.clone(), rows_of_one_slot(0, 6), empty_kv(head))
-        found = head.compute_logits(states.last)
-        torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+        require_defined(head, tensors, **flags)
 
 
 @both_kernels
 @pytest.mark.parametrize("flags", [{}, {"norm_before_residual": True, "norm_output": True}])
 def test_rows_that_are_not_kept_leave_their_kv_alone(tmp_path, flags, kernels):
-    write_safeailab(tmp_path, head_tensors(5), **flags)
-    shared = SharedTarget(kernels=kernels)
-    head = Eagle3Checkpoint(tmp_path).load(shared, **OPTIONS | {"kernels": kernels})
+    head = load(write_safeailab(tmp_path, head_tensors(5), **flags), kernels=kernels)
     require_kept_rows_alone(head, VOCAB, HIDDEN)
 
 
@@ -324,15 +291,11 @@ def test_auxiliary_layers(tmp_path, settings, layers):
 def test_a_head_without_fc_takes_the_target_s_last_states(tmp_path, rows):
     tensors = head_tensors(5, eagle_config=NO_FC)
     write_safeailab(tmp_path, tensors, eagle_config=NO_FC)
-    target = SharedTarget()
-    head = load(tmp_path, target)
+    head, last = load(tmp_path), torch.randn(9, HIDDEN)
     assert Eagle3Checkpoint(tmp_path).aux_layers(8) == ()
-    last, token_ids = torch.randn(9, HIDDEN), torch.arange(9)
-    states = head.target_states(HiddenStates(last.clone(), torch.empty(9, 0)), rows)
-    found = head.forward(token_ids, states, rows_of_one_slot(0, 9), empty_kv(head))
-    logits, feedback = defined_head(tensors, target.embedding_matrix, token_ids, last, {})
-    torch.testing.assert_close(head.compute_logits(found.last), logits, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(found.feedback, feedback, atol=1e-4, rtol=1e-4)
+    hidden = HiddenStates(last.clone(), torch.empty(9, 0))
+    assert torch.equal(head.target_states(hidden, rows), last)
+    require_defined(head, tensors)
 
 
 def test_an_fc_that_no_auxiliary_states_enter_is_refused(tmp_path):

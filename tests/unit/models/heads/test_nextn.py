@@ -18,14 +18,15 @@ from helpers.heads import (
     empty_kv,
     gated_mlp,
     linear,
+    require_defined_states,
     require_kept_rows_alone,
+    require_reads_what_logits_are_made_from,
     rms_norm,
     rows_of_one_slot,
 )
 from helpers.latents import YARN, fixed_latent, write_latent, write_nextn
 from helpers.nextn_files import nextn_prefix
 from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
-from sametoken.models.base import HiddenStates
 from sametoken.models.heads.nextn import NextNCheckpoint
 from sametoken.models.heads.own_module import open_module
 from sametoken.models.loader import load_model, read_config
@@ -44,11 +45,12 @@ def opened(path, kernels=KERNELS):
 
 
 class Definition:
-    """The module over a whole sequence: what is fed back, and what logits are made from."""
+    """The module over a whole sequence: what is fed back, and the norm that logits need."""
 
     def __init__(self, path, config):
         self.tensors, self.config = load_file(path / "model.safetensors"), config
         self.prefix = nextn_prefix(config)
+        self.lm_head = self.tensors[f"{self.prefix}shared_head.head.weight"]
 
     def norm(self, x, name, eps=1e-6):
         return rms_norm(x, self.tensors[f"{self.prefix}{name}.weight"], eps)
@@ -65,9 +67,8 @@ class Definition:
         x = x + self.attention(self.norm(x, "input_layernorm", eps))
         return x + self.experts(self.norm(x, "post_attention_layernorm", eps))
 
-    def logits(self, feedback):
-        normed = self.norm(feedback, "shared_head.norm", self.config.rms_norm_eps)
-        return self.linear(normed, "shared_head.head")
+    def last_norm(self, feedback):
+        return self.norm(feedback, "shared_head.norm", self.config.rms_norm_eps)
 
     def attention(self, x):
         """Expanded: keys and values of every head from the latents."""
@@ -128,23 +129,8 @@ class Definition:
 def test_logits_and_states_are_those_of_the_definition(tmp_path, kernels):
     config = fixed_latent("deepseek_v3", num_nextn_predict_layers=1)
     _, head = opened(write_nextn(tmp_path), kernels)
-    defined, kv = Definition(tmp_path, config), empty_kv(head)
-    generator = torch.Generator().manual_seed(1)
-    token_ids = torch.randint(VOCAB, (9,), generator=generator)
-    hidden = torch.randn(9, HIDDEN, generator=generator)
-    first = head.forward(token_ids[:5], hidden[:5].clone(), rows_of_one_slot(0, 5), kv)
-    rest = head.forward(token_ids[5:], hidden[5:].clone(), rows_of_one_slot(5, 4), kv)
-    # A drafted row takes the module's own state, from before the last norm.
-    drafted = torch.tensor([3])
-    own = head.forward(drafted, rest.feedback[-1:].clone(), rows_of_one_slot(9, 1), kv)
-
-    hidden = torch.cat((hidden, defined.feedback(token_ids, hidden)[-1:]))
-    states = defined.feedback(torch.cat((token_ids, drafted)), hidden)
-    passes = (first, rest, own)
-    feedback = torch.cat([one.feedback for one in passes])
-    torch.testing.assert_close(feedback, states, atol=1e-4, rtol=1e-4)
-    logits = torch.cat([head.compute_logits(one.last) for one in passes])
-    torch.testing.assert_close(logits, defined.logits(states), atol=1e-4, rtol=1e-4)
+    defined = Definition(tmp_path, config)
+    require_defined_states(head, defined.feedback, defined.lm_head, norm=defined.last_norm)
 
 
 def test_rows_that_are_not_kept_leave_their_latents_alone(tmp_path):
@@ -153,16 +139,9 @@ def test_rows_that_are_not_kept_leave_their_latents_alone(tmp_path):
 
 
 def test_it_reads_what_the_target_makes_its_logits_from(tmp_path):
-    checkpoint = NextNCheckpoint(write_nextn(tmp_path))
-    target = load_model(tmp_path, **OPTIONS)
-    head = checkpoint.load(target, **OPTIONS)
-    hidden, rows = HiddenStates(torch.randn(5, HIDDEN), torch.randn(5, 0)), torch.tensor([3, 0])
-    before = hidden.last.clone()
-    assert torch.equal(head.target_states(hidden, rows), hidden.last[rows])
-    given = head.target_states(hidden, None)
-    head.forward(torch.arange(5), given, rows_of_one_slot(0, 5), empty_kv(head))
-    assert torch.equal(hidden.last, before)
-    assert checkpoint.aux_layers(3) == ()
+    target, head = opened(write_nextn(tmp_path))
+    require_reads_what_logits_are_made_from(head, HIDDEN)
+    assert NextNCheckpoint(tmp_path).aux_layers(3) == ()
     assert head.caches == target.caches[:1]
 
 

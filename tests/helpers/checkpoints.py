@@ -35,6 +35,11 @@ def random_weight(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return 1 + 0.1 * noise if len(shape) == 1 else noise / shape[1] ** 0.5
 
 
+def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: random_weight(generator, *shape) for name, shape in shapes.items()}
+
+
 def layer_shapes(config: dict, prefix: str, in_features: int) -> dict[str, tuple[int, ...]]:
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q_size = config["num_attention_heads"] * head_dim
@@ -64,8 +69,7 @@ def llama_shapes(config: dict) -> dict[str, tuple[int, ...]]:
 
 
 def llama_tensors(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: random_weight(generator, *shape) for name, shape in llama_shapes(config).items()}
+    return random_tensors(llama_shapes(config), seed)
 
 
 def write_llama(directory: Path, seed: int = 0, **changes) -> Path:
@@ -101,8 +105,7 @@ def head_tensors(
     if flags.get("attention_bias"):
         for name, size in (("q", 16), ("k", 8), ("v", 8), ("o", hidden)):
             shapes[f"layers.0.self_attn.{name}_proj.bias"] = (size,)
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {name: random_weight(generator, *shape) for name, shape in shapes.items()}
+    tensors = random_tensors(shapes, seed)
     if not full_vocab:
         ids = torch.tensor(DRAFT_IDS)
         tensors["d2t"] = ids - torch.arange(len(ids))
@@ -162,8 +165,7 @@ def eagle1_tensors(
         shapes |= {name.replace("weight", "bias"): shapes[name][:1] for name in projections}
     if own:
         shapes |= dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), (vocab, hidden))
-    generator = torch.Generator().manual_seed(seed)
-    return {name: random_weight(generator, *shape) for name, shape in shapes.items()}
+    return random_tensors(shapes, seed)
 
 
 def write_eagle1(directory: Path, tensors: dict[str, torch.Tensor], **changes) -> Path:

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.checkpoints import layer_shapes, random_weight
+from helpers.checkpoints import layer_shapes, random_tensors
 from helpers.families import write_family
+from helpers.nextn_files import leave_last_layer
 
 ERNIE, MIMO = "ernie4_5_moe", "mimo"
 ARCHITECTURES = {ERNIE: "Ernie4_5_MoeForCausalLM", MIMO: "MiMoForCausalLM"}
@@ -35,8 +36,7 @@ def module_tensors(kind: str, config: dict, seed: int = 0) -> dict[str, torch.Te
             shapes[f"{layer}.self_attn.{name}_proj.bias"] = (count * head_dim,)
     shapes |= {f"{name}.weight": (hidden,) for name in norms}
     shapes[f"{fusion}.weight"] = (hidden, 2 * hidden)
-    generator = torch.Generator().manual_seed(seed)
-    return {name: random_weight(generator, *shape) for name, shape in shapes.items()}
+    return random_tensors(shapes, seed)
 
 
 def write_module(directory: Path, kind: str, seed: int = 0, **changes) -> Path:
@@ -68,23 +68,8 @@ def write_twin(directory: Path, kind: str, seed: int = 0) -> Path:
     )
     file = directory / "model.safetensors"
     tensors, last = load_file(file), "model.layers.2."
-    embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
-    hidden = embedding.shape[1]
-    first, second, always = hidden - 1, hidden - 2, hidden - 3
-    for name, tensor in tensors.items():
-        if name.startswith("model.layers.") and ("o_proj" in name or "down_proj" in name):
-            if name.startswith(last):
-                tensor[always:] = 0
-            else:
-                tensor.zero_()
-    embedding[:, always:] = torch.tensor([0.5, 0.0, 0.0])
-    embedding[:2] = 0
-    embedding[0, first], embedding[1, second] = 1, 1
-    # Vectors of this length pass a norm unchanged.
-    embedding /= embedding.pow(2).mean(-1, keepdim=True).sqrt()
-    head[:2], head[:2, always] = 0, -1000
-    for name in (f"{last}input_layernorm", "model.norm"):
-        tensors[f"{name}.weight"][always:] = 1
+    first, second, always = leave_last_layer(tensors, last)
+    hidden = tensors["model.embed_tokens.weight"].shape[1]
 
     # One element of every query is as large as ``always``; it meets that of repelling keys.
     element = 6 if kind == ERNIE else 3

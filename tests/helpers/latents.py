@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig
 
 from helpers.families import VOCAB, random_model
-from helpers.nextn_files import nextn_prefix, nextn_tensors
+from helpers.nextn_files import leave_last_layer, nextn_prefix, nextn_tensors
 
 #: Sizes that two ranks divide; no two of a head's sizes are equal.
 SIZES = {
@@ -135,21 +135,7 @@ def write_twin(directory: Path, name: str = "glm4_moe_lite", seed: int = 0) -> P
     path = directory / "model.safetensors"
     config, tensors = fixed_latent(name, q_lora_rank=None), load_file(path)
     last = f"model.layers.{config.num_hidden_layers - 1}."
-    first, second, always = (config.hidden_size - i for i in (1, 2, 3))
-    for key, tensor in tensors.items():
-        if key.endswith(("o_proj.weight", "down_proj.weight")) and key.startswith("model.layers."):
-            tensor[always:] = 0
-            if not key.startswith(last):
-                tensor.zero_()
-    embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
-    embedding[:, always:] = torch.tensor([0.5, 0.0, 0.0])
-    embedding[:2] = 0
-    embedding[0, first], embedding[1, second] = 1, 1
-    # Vectors of this length pass a norm unchanged.
-    embedding /= embedding.pow(2).mean(-1, keepdim=True).sqrt()
-    head[:2], head[:2, always] = 0, -1000
-    tensors[f"{last}input_layernorm.weight"][always:] = 1
-    tensors["model.norm.weight"][always:] = 1
+    first, second, always = leave_last_layer(tensors, last)
 
     # One element of every query is as large as ``always``; it meets that of repelling keys.
     attention, nope = f"{last}self_attn.", config.qk_nope_head_dim
@@ -173,7 +159,7 @@ def write_twin(directory: Path, name: str = "glm4_moe_lite", seed: int = 0) -> P
     of_hidden[second, first] = 1
     tensors[f"{prefix}eh_proj.weight"] = torch.cat((torch.eye(config.hidden_size), of_hidden), 1)
     tensors[f"{prefix}shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
-    tensors[f"{prefix}embed_tokens.weight"] = embedding.clone()
-    tensors[f"{prefix}shared_head.head.weight"] = head.clone()
+    tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, path)
     return directory

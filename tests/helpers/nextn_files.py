@@ -1,8 +1,34 @@
-"""The tensors of NextN modules, as published checkpoints name them."""
+"""The tensors of NextN modules, as published checkpoints name them, and of their twins."""
 
 from __future__ import annotations
 
 import torch
+
+
+def leave_last_layer(tensors: dict[str, torch.Tensor], last: str) -> tuple[int, int, int]:
+    """Have the last layer of a target alone do something; tokens 0 and 1 are like no other.
+
+    Returns:
+        The elements of an embedding that token 0, token 1 and all others alone have.
+    """
+    embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    hidden = embedding.shape[1]
+    first, second, always = hidden - 1, hidden - 2, hidden - 3
+    for name, tensor in tensors.items():
+        if name.startswith("model.layers.") and ("o_proj" in name or "down_proj" in name):
+            if name.startswith(last):
+                tensor[always:] = 0
+            else:
+                tensor.zero_()
+    embedding[:, always:] = torch.tensor([0.5, 0.0, 0.0])
+    embedding[:2] = 0
+    embedding[0, first], embedding[1, second] = 1, 1
+    # Vectors of this length pass a norm unchanged.
+    embedding /= embedding.pow(2).mean(-1, keepdim=True).sqrt()
+    head[:2], head[:2, always] = 0, -1000
+    for name in (f"{last}input_layernorm", "model.norm"):
+        tensors[f"{name}.weight"][always:] = 1
+    return first, second, always
 
 
 def nextn_prefix(config) -> str:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import gelu, one_hot, pad, silu
 
-from helpers.checkpoints import HIDDEN, VOCAB, random_weight, write_checkpoint, write_llama
+from helpers.checkpoints import HIDDEN, VOCAB, random_tensors, write_checkpoint, write_llama
 
 MLP, MEDUSA = "mlp_speculator", "medusa"
 WIDTH = 12
@@ -27,10 +27,7 @@ def mlp_tensors(
             shapes |= dict.fromkeys((f"ln.{i}.weight", f"ln.{i}.bias"), (width,))
         if i < 2 or not tied:
             shapes[f"proj.{i}.weight"] = (width, width if i else hidden_size)
-    generator = torch.Generator().manual_seed(0)
-    return {
-        f"speculator.{name}": random_weight(generator, *shape) for name, shape in shapes.items()
-    }
+    return {f"speculator.{name}": one for name, one in random_tensors(shapes, seed=0).items()}
 
 
 def write_mlp(directory: Path, tensors=None, **changes) -> Path:
@@ -99,8 +96,7 @@ def medusa_tensors(
                 shapes[f"blocks.{i}.layers.{j}.bias"] = (hidden_size,)
         if own:
             shapes[f"lm_heads.{i}.weight"] = (vocab_size, hidden_size)
-    generator = torch.Generator().manual_seed(0)
-    return {name: random_weight(generator, *shape) for name, shape in shapes.items()}
+    return random_tensors(shapes, seed=0)
 
 
 def write_medusa(directory: Path, tensors=None, **changes) -> Path:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.checkpoints import random_weight, write_checkpoint
+from helpers.checkpoints import random_tensors, write_checkpoint
 from helpers.forward import Bench, OneRun, load
 from helpers.hybrids import write_hybrid
 from sametoken.errors import CheckpointError, UnsupportedError
@@ -84,9 +84,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    tensors = {name: random_weight(generator, *shape) for name, shape in shapes().items()}
-    return write_checkpoint(tmp_path, CONFIG, tensors)
+    return write_checkpoint(tmp_path, CONFIG, random_tensors(shapes(), seed=0))
 
 
 def change_config(directory, **changes):

@@ -66,6 +66,15 @@ class Trainer:
         return scores[prompt_len - self.skipped - 1 :].tolist()
 
 
+def with_noise(trainer: Trainer, noise: float):
+    draw = random.Random(0)
+
+    def noisy(token_ids, prompt_len) -> list[float]:
+        return [min(0.0, one + draw.gauss(0, noise)) for one in trainer(token_ids, prompt_len)]
+
+    return noisy
+
+
 def rows_of(outputs, trainer, **own) -> list[dict]:
     """Lines of a file, without optional keys except ``own``."""
     return [
@@ -120,11 +129,7 @@ def test_a_trainer_that_rounds_otherwise_gives_ties(tmp_path, models, outputs):
 
 @pytest.mark.parametrize("noise", [0.0, 0.01])
 def test_stale_weights_are_named(tmp_path, models, outputs, noise):
-    exact, draw = Trainer(models["oldest"]), random.Random(0)
-
-    def trainer(token_ids, prompt_len):
-        return [min(0.0, one + draw.gauss(0, noise)) for one in exact(token_ids, prompt_len)]
-
+    trainer = with_noise(Trainer(models["oldest"]), noise)
     others = [f"--checkpoint={models[name]}" for name in ("older", "oldest")]
     code, found = audited(tmp_path, models, rows_of(outputs, trainer), *others)
     assert (code, found["summary"]) == (1, STALE)
@@ -301,11 +306,7 @@ def test_a_wrong_checkpoint_is_refused_before_the_model_is_loaded(
 
 @pytest.mark.parametrize("noise", [0.0, 0.002])
 def test_two_causes_at_once_are_both_named(tmp_path, models, outputs, noise):
-    exact, draw = Trainer(models["older"], 0.7), random.Random(0)
-
-    def trainer(token_ids, prompt_len):
-        return [min(0.0, one + draw.gauss(0, noise)) for one in exact(token_ids, prompt_len)]
-
+    trainer = with_noise(Trainer(models["older"], 0.7), noise)
     others = [f"--checkpoint={models[name]}" for name in ("oldest", "older")]
     code, found = audited(tmp_path, models, rows_of(outputs, trainer), *others)
     assert (code, found["summary"]) == (1, BOTH)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import socket
 import tempfile
 import threading
 import time
@@ -20,7 +19,7 @@ from openai import OpenAI
 
 from helpers.adapters import ATTENTION, write_adapter
 from helpers.chat_model import write_chat_model
-from helpers.http_server import TOY_ENGINE
+from helpers.http_server import TOY_ENGINE, free_port
 from sametoken import LLM, SamplingParams
 from sametoken.config import EngineConfig
 from sametoken.serving.batch.config import BatchConfig
@@ -94,12 +93,6 @@ def served(cluster, engine_config) -> ServerConfig:
     config = ServerConfig(port=free_port(), served_model_name=("toy",), log_level="error")
     deploy(engine_config, ServingLimits(), config, RAY_CONFIG)
     return config
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def kill_one(title: str) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from helpers.budgets import resident_bytes
 from helpers.chat_model import write_chat_model
-from helpers.http_server import TOY_ENGINE, running_server
+from helpers.http_server import TOY_ENGINE, free_port, running_server
 from helpers.updates import tensors_of
 from sametoken import LLM, SamplingParams
 from sametoken.distributed.trainer_group import TrainerGroup
@@ -113,12 +113,6 @@ def by_group(models):
     config = json.dumps({"backend": "gloo", "timeout": 5.0})
     with running_server(models[0], weight_transfer_config=config) as server:
         yield Client(server.url)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def version_of(client: Client) -> int:

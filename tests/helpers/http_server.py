@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +31,20 @@ TOY_ENGINE = {
     "block_size": 8,
     "prefill_chunk_size": 32,
 }
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def write_certificate(folder: Path) -> dict[str, str]:
+    """A certificate of its own and its key, as a server's options name them."""
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
+    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return {"ssl_certfile": cert, "ssl_keyfile": key}
 
 
 class RunningServer:

@@ -366,36 +366,35 @@ def test_a_call_from_within_a_step_is_refused_and_an_abort_is_not(llm, truth, mo
     assert all_tokens(llm) == truth["dense"]
 
 
-def test_a_fork_is_refused_at_once(llm):
-    stream = llm.generate_stream(PROMPTS[0], LONG)
-    next(stream)
+def require_refused_in_a_fork(act, kind: type[Exception]) -> None:
     pid = os.fork()
     if pid == 0:
         status = 1
         with contextlib.suppress(BaseException):
-            stream.close()
             try:
-                llm.generate(PROMPTS, PARAMS)
-            except EngineDeadError as error:
+                act()
+            except kind as error:
                 status = 0 if "is its fork" in error.cause else 2
         os._exit(status)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_fork_is_refused_at_once(llm):
+    stream = llm.generate_stream(PROMPTS[0], LONG)
+    next(stream)
+
+    def generate():
+        stream.close()
+        llm.generate(PROMPTS, PARAMS)
+
+    require_refused_in_a_fork(generate, EngineDeadError)
     *_, last = stream
     assert last.outputs[0].finish_reason == "length"
 
 
 def test_a_fork_looks_for_no_model_of_its_own(llm):
     # Its first parallel operation would wait for ever for threads that only its parent has.
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        with contextlib.suppress(BaseException):
-            try:
-                LLM("/nowhere/to/be/found")
-            except ConfigError as error:
-                status = 0 if "is its fork" in error.cause else 2
-        os._exit(status)
-    assert os.waitpid(pid, 0)[1] == 0
+    require_refused_in_a_fork(lambda: LLM("/nowhere/to/be/found"), ConfigError)
     assert llm.generate(PROMPTS[0], LONG)[0].outputs[0].finish_reason == "length"
 
 

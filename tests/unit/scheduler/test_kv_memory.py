@@ -80,17 +80,25 @@ def test_a_cached_prefix_costs_no_rows(kit):
     assert kit.rows(kit.step(scheduler)[0]) == [(0, 1, 0, True), (1, 9, 0, True)]
 
 
-def test_a_prefix_whose_blocks_were_taken_meanwhile_is_computed(kit):
-    scheduler = kit.scheduler(num_blocks=12)
+def with_a_prefix_to_take(kit, **limits):
+    """Six blocks are cached and none is free.
+
+    "old" takes the end of the chain that "next" finds, in the plan that admits "next".
+    """
+    scheduler = kit.scheduler(num_blocks=12, **limits)
     for name, prompt in (("first", PROMPT), ("second", 13)):
         scheduler.add(kit.request(name, prompt, max_total=14))
-        kit.step(scheduler)
+        while not kit.step(scheduler)[0].requests[0].samples:
+            pass
         scheduler.release(name)
     scheduler.add(kit.request("old", 23, max_total=36))
     kit.step(scheduler)
-    # Six blocks are cached and none is free. "old" takes the end of the chain that "next" has
-    # found, in the plan that admits it.
     scheduler.add(kit.request("next", PROMPT))
+    return scheduler
+
+
+def test_a_prefix_whose_blocks_were_taken_meanwhile_is_computed(kit):
+    scheduler = with_a_prefix_to_take(kit)
     plan, _ = kit.step(scheduler)
     assert [admission.num_cached for admission in plan.admissions] == [8]
     [row] = [row for row in plan.requests if row.slot == plan.admissions[0].slot]
@@ -101,15 +109,7 @@ def test_a_prefix_whose_blocks_were_taken_meanwhile_is_computed(kit):
 
 def test_a_fast_prompt_whose_prefix_was_taken_waits_for_a_step_with_a_whole_chunk(kit):
     """It would begin inside of one with the rows that the rest of it needed."""
-    scheduler = kit.scheduler(num_blocks=12, fast_form=FastForm(9, 4))
-    for name, prompt in (("first", PROMPT), ("second", 13)):
-        scheduler.add(kit.request(name, prompt, max_total=14))
-        while not kit.step(scheduler)[0].requests[0].samples:
-            pass
-        scheduler.release(name)
-    scheduler.add(kit.request("old", 23, max_total=36))
-    kit.step(scheduler)
-    scheduler.add(kit.request("next", PROMPT))
+    scheduler = with_a_prefix_to_take(kit, fast_form=FastForm(9, 4))
     assert not kit.step(scheduler)[0].admissions
     plan, _ = kit.step(scheduler)
     assert [admission.num_cached for admission in plan.admissions] == [8]

@@ -4,11 +4,11 @@ import os
 import resource
 import shutil
 import socket
-import subprocess
 
 import pytest
 from typer.testing import CliRunner
 
+from helpers.http_server import write_certificate
 from sametoken.cli.main import app
 from sametoken.errors import ConfigError
 from sametoken.serving.http.config import ServerConfig
@@ -63,10 +63,7 @@ def test_a_certificate_that_is_none(tmp_path):
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 def test_a_good_certificate(tmp_path):
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
-    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
-    config = ServerConfig(ssl_certfile=str(cert), ssl_keyfile=str(key), port=0)
+    config = ServerConfig(**write_certificate(tmp_path), port=0)
     check_certificate(config)
     with bind(config) as listener:
         assert address_of(listener, config).startswith("https://")

@@ -43,6 +43,15 @@ from sametoken.serving.http.xml_calls import (
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}\n</tool_call>'
 ADD = FoundCall("add", '{"a": 1, "b": [2, "}"]}')
+ONE = '{"x": 1}'
+F_AND_G = (FoundCall("f", ONE), FoundCall("g", "{}"))
+
+
+def called(*arguments, name="f", content=""):
+    """Calls of one function."""
+    return Parsed(content, tuple(FoundCall(name, one) for one in arguments))
+
+
 #: Some models write several calls between one pair of tags.
 PAIR = '{"name": "f", "arguments": {"x": 1}}\n{"name": "g"}\n'
 HERMES = {
@@ -53,50 +62,40 @@ HERMES = {
     "less < than, <tool, <tool_cal": Parsed("less < than, <tool, <tool_cal"),
     "<tool_call>not a call</tool_call> text": Parsed("<tool_call>not a call</tool_call> text"),
     '<tool_call>{"nome": 1}</tool_call>': Parsed('<tool_call>{"nome": 1}</tool_call>'),
-    '<tool_call>{"name": "now"}</tool_call>': Parsed("", (FoundCall("now", "{}"),)),
-    '<tool_call>{"name": "f", "arguments": {"x": "cut of': Parsed(
-        "", (FoundCall("f", '{"x": "cut of'),)
-    ),
-    '<tool_call>{"arguments": {"x": 1}, "name": "f"}': Parsed("", (FoundCall("f", '{"x": 1}'),)),
-    '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>': Parsed(
-        "", (FoundCall("f", '{"x": 1}'),)
-    ),
-    '<tool_call>{"name": "f", "arguments": {"x": 1} oops}</tool_call>': Parsed(
-        "", (FoundCall("f", '{"x": 1}'),)
-    ),
-    '<tool_call>{"name": "f", "arguments": null}</tool_call>': Parsed("", (FoundCall("f", "{}"),)),
-    '<tool_call>{"name": "f", "arguments": ""}</tool_call>': Parsed("", (FoundCall("f", "{}"),)),
-    '<tool_call>{"name": "f", "arguments": nul': Parsed("", (FoundCall("f", ""),)),
+    '<tool_call>{"name": "now"}</tool_call>': called("{}", name="now"),
+    '<tool_call>{"name": "f", "arguments": {"x": "cut of': called('{"x": "cut of'),
+    '<tool_call>{"arguments": {"x": 1}, "name": "f"}': called('{"x": 1}'),
+    '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>': called('{"x": 1}'),
+    '<tool_call>{"name": "f", "arguments": {"x": 1} oops}</tool_call>': called('{"x": 1}'),
+    '<tool_call>{"name": "f", "arguments": null}</tool_call>': called("{}"),
+    '<tool_call>{"name": "f", "arguments": ""}</tool_call>': called("{}"),
+    '<tool_call>{"name": "f", "arguments": nul': called(""),
     # Half of a surrogate pair is no text, so it could not be sent.
-    '<tool_call>{"name": "f\\ud83d", "arguments": "{\\"x\\": \\"\\ud83d\\"}"}</tool_call>': Parsed(
-        "", (FoundCall("f\ufffd", '{"x": "\ufffd"}'),)
+    '<tool_call>{"name": "f\\ud83d", "arguments": "{\\"x\\": \\"\\ud83d\\"}"}</tool_call>': called(
+        '{"x": "\ufffd"}', name="f\ufffd"
     ),
-    f"<tool_call>{PAIR}</tool_call> then": Parsed(
-        " then", (FoundCall("f", '{"x": 1}'), FoundCall("g", "{}"))
-    ),
-    f"<tool_call>{PAIR}": Parsed("", (FoundCall("f", '{"x": 1}'), FoundCall("g", "{}"))),
-    f"<tool_call>[{PAIR}]</tool_call>": Parsed(
-        "", (FoundCall("f", '{"x": 1}'), FoundCall("g", "{}"))
-    ),
+    f"<tool_call>{PAIR}</tool_call> then": Parsed(" then", F_AND_G),
+    f"<tool_call>{PAIR}": Parsed("", F_AND_G),
+    f"<tool_call>[{PAIR}]</tool_call>": Parsed("", F_AND_G),
 }
 #: Arguments with the closing tag in a string; and others, whose quotes hide no tag.
 WITH_TAG = ('{"x": "a </tool_call> b"}', '{"</tool_call>" : ["\\"<tool_call>{}</tool_call>" ]}')
 BROKEN = ('{"x": 5" wide}', '{"x": "5" wide"}', '{"x": "a}')
 for written in WITH_TAG:
     text = f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call> then'
-    HERMES[text] = Parsed(" then", (FoundCall("f", written),))
+    HERMES[text] = called(written, content=" then")
     text = f'<tool_call>{{"name": "f", "arguments": {json.dumps(written)}}}</tool_call>'
-    HERMES[text] = Parsed("", (FoundCall("f", written),))
+    HERMES[text] = called(written)
 for written in BROKEN:
     text = f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'
-    HERMES[f"{text} then"] = Parsed(" then", (FoundCall("f", written + "}"),))
+    HERMES[f"{text} then"] = called(written + "}", content=" then")
     HERMES[f"{text}\n{CALL}"] = Parsed("", (FoundCall("f", written + "}"), ADD))
 LLAMA = {
-    '{"name": "add", "parameters": {"a": 1}}': Parsed("", (FoundCall("add", '{"a": 1}'),)),
+    '{"name": "add", "parameters": {"a": 1}}': called('{"a": 1}', name="add"),
     '<|python_tag|>{"type": "function", "name": "f", "parameters": {}}; {"name": "g", '
     '"parameters": {"y": 2}}': Parsed("", (FoundCall("f", "{}"), FoundCall("g", '{"y": 2}'))),
-    '{"name": "f", "parameters": {}} Done. ': Parsed("Done.", (FoundCall("f", "{}"),)),
-    '{"name": "f", "parameters": {}} {"no": 1}': Parsed('{"no": 1}', (FoundCall("f", "{}"),)),
+    '{"name": "f", "parameters": {}} Done. ': called("{}", content="Done."),
+    '{"name": "f", "parameters": {}} {"no": 1}': called("{}", content='{"no": 1}'),
     '{"name": "Ann", "age": 3}': Parsed('{"name": "Ann", "age": 3}'),
     '{"name": "Ann"}': Parsed('{"name": "Ann"}'),
     '{"name": ': Parsed('{"name": '),
@@ -105,7 +104,7 @@ LLAMA = {
     "": Parsed(""),
     "<|python_tag|>": Parsed("<|python_tag|>"),
     "<|python_tag|>print(1)": Parsed("<|python_tag|>print(1)"),
-    '{"name": "f", "parameters": {"x": "cut': Parsed("", (FoundCall("f", '{"x": "cut'),)),
+    '{"name": "f", "parameters": {"x": "cut': called('{"x": "cut'),
 }
 SCHEMA = {
     "properties": {
@@ -146,10 +145,6 @@ def bare(*parameters, end="</function>"):
     return xml(*parameters, end=end).removeprefix("<tool_call>\n")
 
 
-def called(arguments, name="f", content=""):
-    return Parsed(content, (FoundCall(name, arguments),))
-
-
 QWEN = {
     f"I look.\n{xml(('city', 'Paris'), ('days', 3))}\n": called(
         '{"city": "Paris", "days": 3}', content="I look."
@@ -177,11 +172,9 @@ QWEN = {
     xml(("far", "1")): called('{"far": "1"}'),
     xml(("any", "[1]"), ("odd", "1.5")): called('{"any": [1], "odd": 1.5}'),
     xml(("unknown", "1")): called('{"unknown": "1"}'),
-    xml(("x", "1"), name="odd"): called('{"x": "1"}', "odd"),
-    xml(name="now"): called("{}", "now"),
-    xml(("city", "a")) + xml(("city", "b")): Parsed(
-        "", (FoundCall("f", '{"city": "a"}'), FoundCall("f", '{"city": "b"}'))
-    ),
+    xml(("x", "1"), name="odd"): called('{"x": "1"}', name="odd"),
+    xml(name="now"): called("{}", name="now"),
+    xml(("city", "a")) + xml(("city", "b")): called('{"city": "a"}', '{"city": "b"}'),
     xml(("city", "a"), end="</tool_call>"): called('{"city": "a"}'),
     xml(end="<parameter=city>\ncut of</para"): called('{"city": "cut of'),
     xml(("city", "a"), end="<parameter=days>\n1"): called('{"city": "a"'),
@@ -212,13 +205,9 @@ QWEN = {
     f"I look.\n\n{bare(('city', 'Paris'))}\n</tool_call>\n": called(
         '{"city": "Paris"}', content="I look."
     ),
-    f"{bare(('city', 'a'))}\n{bare(('days', 1))}": Parsed(
-        "", (FoundCall("f", '{"city": "a"}'), FoundCall("f", '{"days": 1}'))
-    ),
+    f"{bare(('city', 'a'))}\n{bare(('days', 1))}": called('{"city": "a"}', '{"days": 1}'),
     f"{bare(('city', '</function>'))} then": called('{"city": "</function>"}', content=" then"),
-    f"{bare()}</tool_call>{xml(('city', 'a'))}": Parsed(
-        "", (FoundCall("f", "{}"), FoundCall("f", '{"city": "a"}'))
-    ),
+    f"{bare()}</tool_call>{xml(('city', 'a'))}": called("{}", '{"city": "a"}'),
     f"{bare()}\n</tool_": called("{}", content="\n</tool_"),
     bare(end="<parameter=city>\na\n</function>"): called('{"city": "a"}'),
     bare(end="<parameter=city>\na<</function>"): called('{"city": "a<"}'),
@@ -266,16 +255,9 @@ MINIMAX = {
     ),
     minimax(
         invoke(), invoke(("city", f"{MINIMAX_TAGS[1]}</invoke></parameter> <b")), invoke()
-    ): Parsed(
-        "",
-        (
-            FoundCall("f", "{}"),
-            FoundCall("f", f'{{"city": "{MINIMAX_TAGS[1]}</invoke></parameter> <b"}}'),
-            FoundCall("f", "{}"),
-        ),
-    ),
-    minimax(invoke(("city", "a"), quote="'"), invoke(("days", "1"), quote="")): Parsed(
-        "", (FoundCall("f", '{"city": "a"}'), FoundCall("f", '{"days": 1}'))
+    ): called("{}", f'{{"city": "{MINIMAX_TAGS[1]}</invoke></parameter> <b"}}', "{}"),
+    minimax(invoke(("city", "a"), quote="'"), invoke(("days", "1"), quote="")): called(
+        '{"city": "a"}', '{"days": 1}'
     ),
     minimax(invoke(end='<parameter name="city">cut of</param'), end=""): called('{"city": "cut of'),
     minimax(invoke(end='<parameter name="city">a</parameter> <parameter na'), end=""): called(
@@ -283,8 +265,8 @@ MINIMAX = {
     ),
     minimax(invoke(end='<parameter name="city">a</invoke>')): called('{"city": "a"}'),
     # The outer tags may be missing around the functions that there are.
-    f"I look.\n{invoke(('city', 'a'))}{MINIMAX_TAGS[1]}{invoke()}": Parsed(
-        "I look.", (FoundCall("f", '{"city": "a"}'), FoundCall("f", "{}"))
+    f"I look.\n{invoke(('city', 'a'))}{MINIMAX_TAGS[1]}{invoke()}": called(
+        '{"city": "a"}', "{}", content="I look."
     ),
     f"Write {invoke(name='g')}": Parsed(f"Write {invoke(name='g')}"),
     'Write <invoke name="f': Parsed('Write <invoke name="f'),
@@ -313,10 +295,10 @@ GLM = {
         '{"place": {"a": [1]}, "title": null, "note": "12"}'
     ),
     glm(("days", "[1"), ("city", "")): called('{"days": "[1", "city": ""}'),
-    glm(name="now"): called("{}", "now"),
-    glm(name="now", between=""): called("{}", "now"),
-    glm(("city", "a"), between="") + glm(("city", "b"), between="") + " then": Parsed(
-        " then", (FoundCall("f", '{"city": "a"}'), FoundCall("f", '{"city": "b"}'))
+    glm(name="now"): called("{}", name="now"),
+    glm(name="now", between=""): called("{}", name="now"),
+    glm(("city", "a"), between="") + glm(("city", "b"), between="") + " then": called(
+        '{"city": "a"}', '{"city": "b"}', content=" then"
     ),
     # A value ends at its own tag, whatever is in it.
     glm(("city", "<tool_call>g</tool_call> <arg_key>x</arg_key>"), ("days", 1)): called(
@@ -331,8 +313,6 @@ GLM = {
     '<tool_call>{"name": "f"}</tool_call>': Parsed('<tool_call>{"name": "f"}</tool_call>'),
     "<tool_call>now": Parsed("<tool_call>now"),
 }
-ONE = '{"x": 1}'
-F_AND_G = (FoundCall("f", ONE), FoundCall("g", "{}"))
 
 
 def in_section(marks, *bodies):
@@ -362,7 +342,7 @@ BEGUN = deepseek("function@f\n```js").partition(DEEPSEEK_MARKS[3])[0]
 DEEPSEEK_V3 = {
     "I look.\n" + deepseek(fenced("f", ONE), fenced("g", "{}")): Parsed("I look.", F_AND_G),
     deepseek(fenced("f", QUOTED)) + " then": called(QUOTED, content=" then"),
-    deepseek(fenced("g", "")): called("{}", "g"),
+    deepseek(fenced("g", "")): called("{}", name="g"),
     deepseek(f"function@f\n{ONE}"): called(ONE),
     BEGUN: Parsed(BEGUN),
     # The marks after the arguments may be missing.
@@ -466,7 +446,7 @@ OLMO = {
     olmo(f"f(x='a {OLMO_TAGS[1]}\n b')") + " then": called(
         f'{{"x": "a {OLMO_TAGS[1]}\\n b"}}', content=" then"
     ),
-    olmo("a.b-c(x=007, y=1_é)"): called('{"x": "007", "y": "1_é"}', "a.b-c"),
+    olmo("a.b-c(x=007, y=1_é)"): called('{"x": "007", "y": "1_é"}', name="a.b-c"),
     olmo("f(x=1") + " then": called('{"x": 1', content=" then"),
     olmo("f(x='a'"): called('{"x": "a"'),
     olmo("f(x='cut of\\", end=""): called('{"x": "cut of'),
@@ -475,20 +455,23 @@ OLMO = {
     olmo("f('Paris')"): Parsed(olmo("f('Paris')")),
     olmo("f(x"): Parsed(olmo("f(x")),
 }
-CASES = [(parse_hermes, *case) for case in HERMES.items()]
-CASES += [(parse_hunyuan, *case) for case in HUNYUAN.items()]
-CASES += [(parse_granite, *case) for case in GRANITE.items()]
-CASES += [(parse_olmo3, *case) for case in OLMO.items()]
-CASES += [(parse_seed, *case) for case in SEED.items()]
-CASES += [(parse_minimax, *case) for case in MINIMAX.items()]
-CASES += [(parse_gemma4, *case) for case in GEMMA.items()]
-CASES += [(parse_deepseek_v3, *case) for case in DEEPSEEK_V3.items()]
-CASES += [(parse_deepseek_v31, *case) for case in DEEPSEEK_V31.items()]
-CASES += [(parse_kimi_k2, *case) for case in KIMI.items()]
-CASES += [(parse_mistral, *case) for case in MISTRAL.items()]
-CASES += [(parse_glm, *case) for case in GLM.items()]
-CASES += [(parse_qwen, *case) for case in QWEN.items()]
-CASES += [(parse_llama3_json, *case) for case in LLAMA.items()]
+PARSED = {
+    parse_hermes: HERMES,
+    parse_hunyuan: HUNYUAN,
+    parse_granite: GRANITE,
+    parse_olmo3: OLMO,
+    parse_seed: SEED,
+    parse_minimax: MINIMAX,
+    parse_gemma4: GEMMA,
+    parse_deepseek_v3: DEEPSEEK_V3,
+    parse_deepseek_v31: DEEPSEEK_V31,
+    parse_kimi_k2: KIMI,
+    parse_mistral: MISTRAL,
+    parse_glm: GLM,
+    parse_qwen: QWEN,
+    parse_llama3_json: LLAMA,
+}
+CASES = [(parser, *case) for parser, cases in PARSED.items() for case in cases.items()]
 
 
 @pytest.mark.parametrize(("parser", "text", "expected"), CASES)

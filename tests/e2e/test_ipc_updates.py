@@ -10,13 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 
 from helpers.chat_model import write_chat_model
-from helpers.http_server import TOY_ENGINE, running_server
-from helpers.updates import tensors_of
+from helpers.http_server import TOY_ENGINE, TrainerClient, running_server
+from helpers.updates import forms_of, tensors_of
 from sametoken import LLM, SamplingParams
 from sametoken.distributed.shared_memory import device_name, share
 from sametoken.errors import WeightUpdateError
@@ -41,34 +40,16 @@ def encoded(handles) -> str:
     return base64.b64encode(pickle.dumps(handles, 4)).decode()
 
 
-class Trainer:
-    """Requests of a trainer, and what the server says."""
-
-    def __init__(self, url: str) -> None:
-        self.url, self._http = url, httpx.Client(base_url=url, timeout=120)
-
-    def post(self, path: str, body: dict | None = None, status: int = 200) -> str:
-        answer = self._http.post(path, json=body)
-        assert answer.status_code == status, answer.text
-        return answer.text
-
-    def close(self) -> None:
-        self._http.close()
-
-    def refused(self, info: dict) -> str:
+class Trainer(TrainerClient):
+    def told(self, info: dict) -> str:
+        """Why an update of tensors that are there is refused."""
         self.post("/start_weight_update")
-        told = self.post("/update_weights", {"update_info": info}, 400)
-        self.post("/finish_weight_update", None, 400)
+        told = self.refused("/update_weights", {"update_info": info})
+        self.refused("/finish_weight_update")
         return told
 
-    def says(self) -> list[list[int]]:
-        bodies = [{"prompt": one, "return_token_ids": True, **SAMPLING} for one in PROMPTS]
-        answers = [json.loads(self.post("/v1/completions", body)) for body in bodies]
-        return [one["choices"][0]["token_ids"] for one in answers]
-
-    @property
-    def version(self) -> int:
-        return int(self._http.get("/weight_info").json()["weight_version"])
+    def says(self) -> list[tuple[int, ...]]:
+        return [self.answer(one, SAMPLING)[0] for one in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -94,15 +75,7 @@ def truths(models):
     params = SamplingParams(**SAMPLING)
     prompts = [{"prompt_token_ids": one} for one in PROMPTS]
     outputs = [LLM(str(path), **TOY_ENGINE).generate(prompts, params) for path in models]
-    return [[[*one.outputs[0].token_ids] for one in each] for each in outputs]
-
-
-def forms(tensors: dict[str, torch.Tensor]) -> dict:
-    return {
-        "names": list(tensors),
-        "dtype_names": [str(one.dtype).removeprefix("torch.") for one in tensors.values()],
-        "shapes": [list(one.shape) for one in tensors.values()],
-    }
+    return [[one.outputs[0].token_ids for one in each] for each in outputs]
 
 
 def test_an_engine_reads_a_trainers_memory(trainer, models, truths):
@@ -139,26 +112,26 @@ def test_a_buffer_that_is_filled_again(trainer, models, truths):
     trainer.post("/start_weight_update")
     for part, own in zip(parts, sizes, strict=True):
         buffer[: sum(own)] = torch.cat([flat[name] for name in part])
-        info = forms({name: tensors[name] for name in part}) | {"tensor_sizes": own}
+        info = forms_of({name: tensors[name] for name in part}) | {"tensor_sizes": own}
         info |= {"ipc_handles_pickled": encoded(handle), "packed": True}
         trainer.post("/update_weights", {"update_info": info})
     buffer.zero_()
     trainer.post("/finish_weight_update")
     assert trainer.says() == truths[1]
     info["tensor_sizes"][0] -= 4
-    assert "one after another" in trainer.refused(info)
+    assert "one after another" in trainer.told(info)
     info["tensor_sizes"] = None
-    assert "tensor_sizes" in trainer.refused(info)
+    assert "tensor_sizes" in trainer.told(info)
 
 
 def test_what_is_not_there_is_refused(trainer):
     before = trainer.says(), trainer.version
     _kept, [handle] = share([torch.zeros(3, 5)])
     place = handle[HOST]
-    good = forms({NORM: torch.zeros(3, 5)})
+    good = forms_of({NORM: torch.zeros(3, 5)})
 
     def told(handles, **changes) -> str:
-        return trainer.refused(good | {"ipc_handles_pickled": encoded(handles)} | changes)
+        return trainer.told(good | {"ipc_handles_pickled": encoded(handles)} | changes)
 
     assert HOST in told([{"GPU-of-another-host": place}])
     assert "other-host" in told([{"other-host": place}])
@@ -166,10 +139,9 @@ def test_what_is_not_there_is_refused(trainer):
     assert "float32 of shape" in told([{HOST: place}], dtype_names=["int32"])
     assert "cannot be opened" in told([{HOST: (*place[:3], 2, *place[4:])}])
     assert "handles of 2 tensors" in told([{HOST: place}] * 2)
-    assert "ipc_handles_pickled" in trainer.refused(good)
-    assert "no fields" in trainer.post(
-        "/init_weight_transfer_engine", {"init_info": {"master_port": 1}}, 400
-    )
+    assert "ipc_handles_pickled" in trainer.told(good)
+    init_info = {"master_port": 1}
+    assert "no fields" in trainer.refused("/init_weight_transfer_engine", {"init_info": init_info})
     assert (trainer.says(), trainer.version) == before
 
 
@@ -183,11 +155,11 @@ def test_a_trainer_that_has_died(trainer):
         text=True,
     ) as process:
         handles = process.stdout.readline()[:-1]
-        info = forms({NORM: torch.zeros(3, 5)}) | {"ipc_handles_pickled": handles}
+        info = forms_of({NORM: torch.zeros(3, 5)}) | {"ipc_handles_pickled": handles}
         trainer.post("/start_weight_update")
         trainer.post("/update_weights", {"update_info": info})
         # All of it is checked as any update is, and here the rest is missing.
-        assert "lacks the tensor" in trainer.post("/finish_weight_update", None, 400)
+        assert "lacks the tensor" in trainer.refused("/finish_weight_update")
         process.kill()
-    assert "Keep the trainer" in trainer.refused(info)
+    assert "Keep the trainer" in trainer.told(info)
     assert (trainer.says(), trainer.version) == before

@@ -17,8 +17,8 @@ import torch
 
 from helpers.budgets import resident_bytes
 from helpers.chat_model import write_chat_model
-from helpers.http_server import TOY_ENGINE, free_port, running_server
-from helpers.updates import tensors_of
+from helpers.http_server import TOY_ENGINE, TrainerClient, free_port, running_server
+from helpers.updates import forms_of, tensors_of
 from sametoken import LLM, SamplingParams
 from sametoken.distributed.trainer_group import TrainerGroup
 from sametoken.errors import RequestError, WeightUpdateError
@@ -51,32 +51,9 @@ def offline(path: Path) -> list[tuple[int, ...]]:
     return [one.outputs[0].token_ids for one in outputs]
 
 
-class Client:
-    """Requests of a trainer."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        # An engine that sleeps answers no prompt, for however long.
-        self._http = httpx.Client(base_url=url, timeout=60)
-
-    def post(self, path: str, body: dict | None = None) -> dict:
-        answer = self._http.post(path, json=body)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def refused(self, path: str, body: dict | None = None) -> str:
-        answer = self._http.post(path, json=body)
-        assert answer.status_code == 400, answer.text
-        return answer.json()["error"]["message"]
-
-    def get(self, path: str) -> dict:
-        return self._http.get(path).json()
-
-    def answer(self, prompt: str) -> tuple[tuple[int, ...], list[int]]:
-        """Token ids and versions."""
-        body = {"prompt": prompt, "return_token_ids": True, **SAMPLING}
-        choice = self.post("/v1/completions", body)["choices"][0]
-        return tuple(choice["token_ids"]), choice["weight_versions"]
+class Client(TrainerClient):
+    def answer(self, prompt: str, sampling: dict = SAMPLING) -> tuple[tuple[int, ...], list[int]]:
+        return super().answer(prompt, sampling)
 
     def says(self, expected: list[tuple[int, ...]], version: int) -> None:
         assert [self.answer(one) for one in PROMPTS] == [
@@ -115,10 +92,6 @@ def by_group(models):
         yield Client(server.url)
 
 
-def version_of(client: Client) -> int:
-    return int(client.get("/weight_info")["weight_version"])
-
-
 def test_an_update_by_files(by_files, models, said):
     client, _ = by_files
     assert client.post("/init_weight_transfer_engine", {"init_info": {}})
@@ -135,7 +108,7 @@ def test_an_update_by_files(by_files, models, said):
 
 def test_streams_and_chats_have_versions(by_files):
     client, _ = by_files
-    now = version_of(client)
+    now = client.version
     chat = {"messages": [{"role": "user", "content": "the"}], "max_tokens": 4}
     whole = client.post("/v1/chat/completions", chat)
     assert whole["choices"][0]["weight_versions"] == [now, now]
@@ -152,7 +125,7 @@ def test_streams_and_chats_have_versions(by_files):
 
 def test_a_half_sent_update_changes_nothing(by_files, models, tmp_path_factory):
     client, _ = by_files
-    now, before = version_of(client), [client.answer(one)[0] for one in PROMPTS]
+    now, before = client.version, [client.answer(one)[0] for one in PROMPTS]
     directory = models[0].parent
     assert "start_weight_update" in client.refused("/finish_weight_update")
     client.post("/start_weight_update")
@@ -203,9 +176,9 @@ def test_a_half_sent_update_changes_nothing(by_files, models, tmp_path_factory):
 )
 def test_what_does_not_fit_is_one_error(by_files, path, body):
     client, _ = by_files
-    before = version_of(client)
+    before = client.version
     assert client.refused(path, body)
-    assert version_of(client) == before
+    assert client.version == before
 
 
 def test_pauses(by_files):
@@ -226,7 +199,7 @@ def test_sleep_gives_memory_back_until_it_is_needed(by_files, models, said):
     client, server = by_files
     pid = server.engine._client.supervisor.process.pid
     client.update(models[0])
-    client.says(said[0], version_of(client))
+    client.says(said[0], client.version)
     client.post("/sleep")
     assert client.get("/is_sleeping") == {"is_sleeping": True}
     assert "Wake it up" in client.refused("/resume")
@@ -236,7 +209,7 @@ def test_sleep_gives_memory_back_until_it_is_needed(by_files, models, said):
         assert not waiting.done()
         assert client.post("/wake_up?tags=kv_cache")
         assert waiting.result(30)[0] == said[0][0]
-    client.says(said[0], version_of(client))
+    client.says(said[0], client.version)
     refused = asyncio.run_coroutine_threadsafe(server.engine.sleep(3), server._loop)
     with pytest.raises(RequestError, match="level"):
         refused.result(30)
@@ -246,20 +219,20 @@ def test_sleep_gives_memory_back_until_it_is_needed(by_files, models, said):
     assert before - resident_bytes(pid) > sum(one.nbytes for one in tensors_of(models[0]).values())
     client.post("/wake_up?tags=weights")
     assert "Update the weights" in client.refused("/wake_up")
-    client.post("/update_weight_version", {"new_version": str(version_of(client) + 1)})
+    client.post("/update_weight_version", {"new_version": str(client.version + 1)})
     assert "Update the weights" in client.refused("/wake_up")
     client.update(models[1])
     client.post("/wake_up")
     assert client.get("/is_sleeping") == {"is_sleeping": False}
     assert client.get("/is_paused") == {"is_paused": False}
-    client.says(said[1], version_of(client))
+    client.says(said[1], client.version)
 
 
 def test_updates_under_load(by_files, models, said):
     """Whatever runs: what is of one version alone is what an engine of its weights says."""
     client, _ = by_files
     client.update(models[0])
-    weights = {version_of(client): 0}
+    weights = {client.version: 0}
     found: list = []
     stop = threading.Event()
 
@@ -275,7 +248,7 @@ def test_updates_under_load(by_files, models, said):
         try:
             for number in range(12):
                 client.update(models[(number + 1) % 2])
-                weights[version_of(client)] = (number + 1) % 2
+                weights[client.version] = (number + 1) % 2
                 seen = len(found)
                 # Four were on their way when the weights changed, so one at least began after it.
                 while len(found) < seen + 5:
@@ -300,7 +273,7 @@ def test_fifty_updates_leave_memory_flat(by_files, models, said):
         client.update(models[number % 2])
     weights = sum(one.nbytes for one in tensors_of(models[0]).values())
     assert resident_bytes(pid) - before < 10 * weights
-    client.says(said[1], version_of(client))
+    client.says(said[1], client.version)
 
 
 def test_a_trainers_process_group(by_group, models, said):
@@ -335,11 +308,7 @@ def test_a_trainer_that_joins_tensors(by_group, models, said, at_once):
     info = place | {"rank_offset": 1, "world_size": 2}
     packed = {"packed": True, "packed_buffer_size_bytes": 70_000}
     info |= packed if at_once else {}
-    forms = ({} if at_once else packed) | {
-        "names": list(tensors),
-        "dtype_names": ["float32"] * len(tensors),
-        "shapes": [list(one.shape) for one in tensors.values()],
-    }
+    forms = forms_of(tensors) | ({} if at_once else packed)
     with ThreadPoolExecutor(1) as pool:
         joined = pool.submit(by_group.post, "/init_weight_transfer_engine", {"init_info": info})
         group = TrainerGroup(at)
@@ -354,7 +323,7 @@ def test_a_trainer_that_joins_tensors(by_group, models, said, at_once):
     assert 1 < len(pieces) < len(tensors)
     by_group.post("/finish_weight_update", {})
     assert by_group.post("/reset_prefix_cache") == {"success": True}
-    by_group.says(said[0], version_of(by_group))
+    by_group.says(said[0], by_group.version)
 
 
 def test_what_trl_asks_and_reads(by_group):
@@ -378,7 +347,7 @@ def test_what_trl_asks_and_reads(by_group):
 
 
 def test_a_trainer_that_dies_leaves_the_old_weights(by_group, models):
-    now, before = version_of(by_group), [by_group.answer(one)[0] for one in PROMPTS]
+    now, before = by_group.version, [by_group.answer(one)[0] for one in PROMPTS]
     tensors = tensors_of(models[0])
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
@@ -387,12 +356,8 @@ def test_a_trainer_that_dies_leaves_the_old_weights(by_group, models):
         group = TrainerGroup(Rendezvous("gloo", "127.0.0.1", port, 0, 2, 10.0))
         joined.result(30)
         by_group.post("/start_weight_update")
-        forms = {
-            "names": list(tensors),
-            "dtype_names": ["float32"] * len(tensors),
-            "shapes": [list(one.shape) for one in tensors.values()],
-        }
-        told = pool.submit(by_group.refused, "/update_weights", {"update_info": forms})
+        update = {"update_info": forms_of(tensors)}
+        told = pool.submit(by_group.refused, "/update_weights", update)
         for tensor in list(tensors.values())[:3]:
             group.broadcast(tensor)
         del group
@@ -400,7 +365,7 @@ def test_a_trainer_that_dies_leaves_the_old_weights(by_group, models):
     assert "start_weight_update" in by_group.refused("/finish_weight_update")
     by_group.says(before, now)
     WeightSender([by_group.url], port=free_port()).send(tensors.items(), now + 1)
-    assert version_of(by_group) == now + 1
+    assert by_group.version == now + 1
 
 
 def test_no_group_waits_for_a_server_that_would_not_join(by_files, monkeypatch):

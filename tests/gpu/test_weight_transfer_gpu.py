@@ -11,13 +11,13 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
-import httpx
 import pytest
 import torch
 from gpu_files import OPTIONS, write_target
 from safetensors.torch import load_file
 
-from helpers.http_server import running_server
+from helpers.http_server import TrainerClient, running_server
+from helpers.updates import forms_of
 from sametoken import LLM, SamplingParams
 from sametoken.distributed.shared_memory import share
 from sametoken.engine.live_adapters import NoLiveAdapters
@@ -52,29 +52,9 @@ def offline(path) -> list[tuple[int, ...]]:
     return [one.outputs[0].token_ids for one in outputs]
 
 
-class Trainer:
-    """Requests of a trainer, and what the server says."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self._http = httpx.Client(base_url=url, timeout=120)
-
-    def post(self, path: str, body: dict | None = None, status: int = 200) -> dict:
-        answer = self._http.post(path, json=body)
-        assert answer.status_code == status, answer.text
-        return answer.json()
-
+class Trainer(TrainerClient):
     def answers(self) -> list[tuple[int, ...]]:
-        found = []
-        for prompt in PROMPTS:
-            body = {"prompt": prompt, "return_token_ids": True, **SAMPLING}
-            choice = self.post("/v1/completions", body)["choices"][0]
-            found.append(tuple(choice["token_ids"]))
-        return found
-
-    @property
-    def version(self) -> str:
-        return self._http.get("/weight_info").json()["weight_version"]
+        return [self.answer(one, SAMPLING)[0] for one in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +87,7 @@ def test_a_server_takes_a_trainer_s_weights(models, said):
         for version, which in ((5, 1), (6, 0), (7, 1)):
             sender.send(tensors_of(models[which], "cuda:1").items(), version)
             assert trainer.answers() == said[which]
-            assert trainer.version == str(version)
+            assert trainer.version == version
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +103,7 @@ def test_a_server_reads_a_trainer_s_memory(colocated, models, said):
     for version in range(5, 25):
         which = version % 2
         sender.send(tensors[which].items(), version)
-        assert colocated.version == str(version)
+        assert colocated.version == version
     assert colocated.answers() == said[0]
     sender.send(((k, v.t().contiguous().t()) for k, v in tensors[1].items()), 25)
     assert colocated.answers() == said[1]
@@ -149,13 +129,8 @@ def test_a_buffer_on_the_gpu_that_is_filled_again(colocated, models, said):
     for part, own in zip(parts, sizes, strict=True):
         buffer[: sum(own)] = torch.cat([flat[name] for name in part])
         torch.cuda.synchronize()
-        info = {
-            "names": part,
-            "dtype_names": [str(tensors[name].dtype)[6:] for name in part],
-            "shapes": [list(tensors[name].shape) for name in part],
-            "tensor_sizes": own,
-            "ipc_handles_pickled": encoded,
-        }
+        info = forms_of({name: tensors[name] for name in part})
+        info |= {"tensor_sizes": own, "ipc_handles_pickled": encoded}
         colocated.post("/update_weights", {"update_info": info})
     buffer.zero_()
     torch.cuda.synchronize()
@@ -217,7 +192,6 @@ def test_a_trainer_that_is_gone_or_elsewhere(colocated, said):
     for sent, told in ((encoded, "cannot be opened"), (elsewhere, "another-GPU")):
         colocated.post("/start_weight_update")
         body = {"update_info": info | {"ipc_handles_pickled": sent}}
-        answer = colocated.post("/update_weights", body, 400)
-        assert told in answer["error"]["message"]
-        colocated.post("/finish_weight_update", {}, 400)
+        assert told in colocated.refused("/update_weights", body)
+        colocated.refused("/finish_weight_update", {})
     assert (colocated.answers(), colocated.version) == before

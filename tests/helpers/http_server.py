@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import uvicorn
 from fastapi import FastAPI
 
@@ -45,6 +46,38 @@ def write_certificate(folder: Path) -> dict[str, str]:
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
     subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
     return {"ssl_certfile": cert, "ssl_keyfile": key}
+
+
+class TrainerClient:
+    """Requests of a trainer to the server at ``url``, and what it says."""
+
+    def __init__(self, url: str) -> None:
+        # An engine that sleeps answers no prompt, for however long.
+        self.url, self._http = url, httpx.Client(base_url=url, timeout=120)
+
+    def post(self, path: str, body: dict | None = None, status: int = 200) -> dict:
+        answer = self._http.post(path, json=body)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def refused(self, path: str, body: dict | None = None) -> str:
+        return self.post(path, body, 400)["error"]["message"]
+
+    def get(self, path: str) -> dict:
+        return self._http.get(path).json()
+
+    def answer(self, prompt: str | list[int], sampling: dict) -> tuple[tuple[int, ...], list[int]]:
+        """Token ids and versions."""
+        body = {"prompt": prompt, "return_token_ids": True, **sampling}
+        choice = self.post("/v1/completions", body)["choices"][0]
+        return tuple(choice["token_ids"]), choice["weight_versions"]
+
+    @property
+    def version(self) -> int:
+        return int(self.get("/weight_info")["weight_version"])
+
+    def close(self) -> None:
+        self._http.close()
 
 
 class RunningServer:

@@ -43,6 +43,15 @@ def tensors_of(path: Path) -> dict:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
+def forms_of(tensors: dict[str, torch.Tensor]) -> dict:
+    """What a trainer says of tensors that it sends or shares."""
+    return {
+        "names": list(tensors),
+        "dtype_names": [str(one.dtype).removeprefix("torch.") for one in tensors.values()],
+        "shapes": [list(one.shape) for one in tensors.values()],
+    }
+
+
 def said(llm: LLM, prompts=PROMPTS) -> list:
     """Token ids and log-probabilities, to the bit, of prompts that run together."""
     outputs = llm.generate(prompts, params(7))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 from types import SimpleNamespace
@@ -35,13 +34,6 @@ from sametoken.types.outputs import (
 from sametoken.types.sampling_params import SamplingParams, derive_seed
 
 CONTEXT = 40
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _frozen_garbage():
-    """A chat searches for garbage when it loads a model: not in what all tests before have left."""
-    gc.collect()
-    gc.freeze()
 
 
 class EchoLLM:

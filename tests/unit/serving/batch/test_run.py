@@ -73,6 +73,11 @@ def source(tmp_path) -> Path:
     return write(tmp_path / "in.jsonl", range(NUM_LINES))
 
 
+@pytest.fixture
+def output(tmp_path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
 def write(path: Path, numbers, text: str = "p{}") -> Path:
     lines = [
         {
@@ -87,16 +92,29 @@ def write(path: Path, numbers, text: str = "p{}") -> Path:
     return path
 
 
+def results(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def texts(path: Path) -> dict[str, str]:
-    results = [json.loads(line) for line in path.read_text().splitlines()]
-    return {one["custom_id"]: one["response"]["body"]["choices"][0]["text"] for one in results}
+    return {
+        one["custom_id"]: one["response"]["body"]["choices"][0]["text"] for one in results(path)
+    }
+
+
+def interrupt(engine: Engine, source: Path, output: Path, at: str = "p8") -> None:
+    """Begin a run whose process dies at a prompt."""
+    engine.fatal = at
+    with pytest.raises(KeyboardInterrupt):
+        run_batch(CONFIG, source, output, BATCH)
+    engine.fatal = ""
+    engine.prompts.clear()
 
 
 EXPECTED = {f"c{i}": f"re p{i}" for i in range(NUM_LINES)}
 
 
-def test_every_line_is_answered_in_order(engine, source, tmp_path):
-    output = tmp_path / "out.jsonl"
+def test_every_line_is_answered_in_order(engine, source, output, tmp_path):
     assert run_batch(CONFIG, source, output, BATCH) == BatchSummary(NUM_LINES, 0, 0)
     assert texts(output) == EXPECTED
     assert list(texts(output)) == list(EXPECTED)
@@ -105,11 +123,9 @@ def test_every_line_is_answered_in_order(engine, source, tmp_path):
     assert sorted(tmp_path.iterdir()) == [source, output]
 
 
-def test_a_run_that_ended_goes_on_with_what_is_left(engine, source, tmp_path):
-    output, parts = tmp_path / "out.jsonl", tmp_path / "out.jsonl.parts"
-    engine.fatal = "p6"
-    with pytest.raises(KeyboardInterrupt):
-        run_batch(CONFIG, source, output, BATCH)
+def test_a_run_that_ended_goes_on_with_what_is_left(engine, source, output, tmp_path):
+    parts = tmp_path / "out.jsonl.parts"
+    interrupt(engine, source, output, at="p6")
     assert not output.exists()
     first = parts / "part-00000.jsonl"
     recorded = first.read_bytes().splitlines(keepends=True)
@@ -117,8 +133,6 @@ def test_a_run_that_ended_goes_on_with_what_is_left(engine, source, tmp_path):
     # The last write of a process that is killed may be cut anywhere.
     first.write_bytes(b"".join(recorded)[:-7])
 
-    engine.fatal = ""
-    engine.prompts.clear()
     kept = len(recorded) - 1
     summary = run_batch(CONFIG, source, output, BATCH)
     assert summary == BatchSummary(NUM_LINES - kept, kept, 0)
@@ -127,13 +141,9 @@ def test_a_run_that_ended_goes_on_with_what_is_left(engine, source, tmp_path):
     assert not parts.exists()
 
 
-def test_a_line_that_was_changed_is_answered_anew(engine, source, tmp_path):
-    output = tmp_path / "out.jsonl"
-    engine.fatal = "p8"
-    with pytest.raises(KeyboardInterrupt):
-        run_batch(CONFIG, source, output, BATCH)
+def test_a_line_that_was_changed_is_answered_anew(engine, source, output):
+    interrupt(engine, source, output)
     write(source, reversed(range(NUM_LINES)), "q{}")
-    engine.prompts.clear()
     assert run_batch(CONFIG, source, output, BATCH).num_kept == 0
     assert list(texts(output).items()) == [
         (f"c{i}", f"re q{i}") for i in reversed(range(NUM_LINES))
@@ -151,13 +161,9 @@ def test_a_line_that_was_changed_is_answered_anew(engine, source, tmp_path):
     ],
 )
 def test_a_run_may_go_on_with_another_drafter_but_not_with_other_results(
-    engine, source, tmp_path, option, other, held
+    engine, source, output, option, other, held
 ):
-    output = tmp_path / "out.jsonl"
-    engine.fatal = "p8"
-    with pytest.raises(KeyboardInterrupt):
-        run_batch(CONFIG, source, output, BATCH)
-    engine.fatal = ""
+    interrupt(engine, source, output)
     with pytest.raises(ConfigError, match=f"{option}={held}"):
         run_batch(dataclasses.replace(CONFIG, **{option: other}), source, output, BATCH)
     with pytest.raises(ConfigError, match=r"served_model_name=\['toy'\]"):
@@ -167,34 +173,27 @@ def test_a_run_may_go_on_with_another_drafter_but_not_with_other_results(
     assert run_batch(config, source, output, BATCH).num_kept > 0
 
 
-def test_lines_that_are_no_requests_stand_in_their_place(engine, source, tmp_path):
+def test_lines_that_are_no_requests_stand_in_their_place(engine, source, output):
     source.write_text("{\n" + source.read_text() + '\n{"custom_id": "x"}\n')
-    output = tmp_path / "out.jsonl"
     assert run_batch(CONFIG, source, output, BATCH) == BatchSummary(NUM_LINES, 0, 2)
-    first, *_, last = [json.loads(line) for line in output.read_text().splitlines()]
+    first, *_, last = results(output)
     assert (first["error"]["code"], first["custom_id"]) == ("invalid_json", None)
     assert (last["error"]["code"], last["custom_id"]) == ("invalid_request", "x")
 
 
-def test_an_error_for_an_answer_is_no_answer(engine, source, tmp_path):
+def test_an_error_for_an_answer_is_no_answer(engine, source, output):
     engine.errors = {"p1": RequestError("too long", "shorten it"), "p2": NumericalError("NaN")}
-    engine.fatal = "p8"
-    output = tmp_path / "out.jsonl"
-    with pytest.raises(KeyboardInterrupt):
-        run_batch(CONFIG, source, output, BATCH)
-    engine.fatal = ""
-    engine.prompts.clear()
+    interrupt(engine, source, output)
     summary = run_batch(CONFIG, source, output, BATCH)
     assert (summary.num_refused, summary.num_failed) == (1, 1)
     assert summary.num_answered == len(engine.prompts)
     assert summary.num_kept == NUM_LINES - 2 - len(engine.prompts) > 0
-    results = [json.loads(line)["response"] for line in output.read_text().splitlines()]
-    assert [one["status_code"] for one in results[:4]] == [200, 400, 500, 200]
+    responses = [one["response"] for one in results(output)]
+    assert [one["status_code"] for one in responses[:4]] == [200, 400, 500, 200]
 
 
-def test_nothing_to_do_needs_no_engine(tmp_path, monkeypatch):
+def test_nothing_to_do_needs_no_engine(source, output, monkeypatch):
     monkeypatch.setattr(module.AsyncLLM, "start", None)
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n")
     assert run_batch(CONFIG, source, output, BATCH) == BatchSummary(0, 0, 0)
     assert output.read_bytes() == b""
@@ -209,51 +208,49 @@ def test_nothing_to_do_needs_no_engine(tmp_path, monkeypatch):
     ],
 )
 def test_lines_that_no_engine_would_serve_need_none(
-    source, tmp_path, monkeypatch, body, batch, status, message
+    source, output, monkeypatch, body, batch, status, message
 ):
     monkeypatch.setattr(module.AsyncLLM, "start", None)
-    lines = [json.loads(one) for one in source.read_text().splitlines()]
+    lines = results(source)
     changed = [json.dumps(one | {"body": one["body"] | body}) + "\n" for one in lines]
     source.write_text("".join(changed))
-    output = tmp_path / "out.jsonl"
     assert run_batch(CONFIG, source, output, batch) == BatchSummary(0, 0, NUM_LINES)
-    for result, one in zip(output.read_text().splitlines(), lines, strict=True):
-        response = json.loads(result)["response"]
-        assert json.loads(result)["custom_id"] == one["custom_id"]
+    for result, one in zip(results(output), lines, strict=True):
+        response = result["response"]
+        assert result["custom_id"] == one["custom_id"]
         assert response["status_code"] == status
         assert message in response["body"]["error"]["message"]
 
 
-def test_a_line_names_its_adapter_as_the_model(engine, source, tmp_path):
+def test_a_line_names_its_adapter_as_the_model(engine, source, output):
     config = dataclasses.replace(CONFIG, lora_modules={"sql": "./a"})
     engine.adapters = ServedAdapters(AdapterNames(config.lora_modules), engine.command)
-    first, second, *_ = map(json.loads, source.read_text().splitlines())
+    first, second, *_ = results(source)
     first["body"]["model"], second["body"]["model"] = "sql", "other"
     source.write_text("\n".join(map(json.dumps, (first, second))) + "\n")
-    output = tmp_path / "out.jsonl"
     assert run_batch(config, source, output, BATCH) == BatchSummary(1, 0, 1)
-    bodies = [json.loads(one)["response"]["body"] for one in output.read_text().splitlines()]
+    bodies = [one["response"]["body"] for one in results(output)]
     assert (bodies[0]["model"], engine.chosen) == ("sql", ["sql"])
     assert "the model 'other' does not exist. Use 'toy' or 'sql'" in bodies[1]["error"]["message"]
 
 
 def test_an_adapter_with_a_name_of_the_model_is_refused_before_anything_is_written(
-    source, tmp_path
+    source, output, tmp_path
 ):
     config = dataclasses.replace(CONFIG, lora_modules={"toy": "./a"})
     with pytest.raises(ConfigError, match="lora_modules has 'toy', which is a name of the model"):
-        run_batch(config, source, tmp_path / "out.jsonl", BATCH)
+        run_batch(config, source, output, BATCH)
     assert list(tmp_path.iterdir()) == [source]
 
 
 def test_lines_for_another_model_stand_beside_answers_and_leave_no_parts(
-    engine, source, tmp_path, monkeypatch
+    engine, source, output, tmp_path, monkeypatch
 ):
     first, *others = source.read_text().splitlines()
     other = json.loads(first)
     other["body"]["model"] = "other"
     source.write_text("\n".join([json.dumps(other), *others]) + "\n")
-    output, start = tmp_path / "out.jsonl", module.AsyncLLM.start
+    start = module.AsyncLLM.start
 
     async def fail(config, limits):
         raise ConfigError("no memory", "use less")
@@ -267,8 +264,7 @@ def test_lines_for_another_model_stand_beside_answers_and_leave_no_parts(
     assert sorted(engine.prompts) == [f"p{i}" for i in range(1, NUM_LINES)]
 
 
-def test_an_output_that_is_there_is_not_touched(engine, source, tmp_path):
-    output = tmp_path / "out.jsonl"
+def test_an_output_that_is_there_is_not_touched(engine, source, output, tmp_path):
     output.write_text("mine")
     with pytest.raises(ConfigError, match="there already"):
         run_batch(CONFIG, source, output, BATCH)
@@ -294,8 +290,8 @@ def answered(engine: FakeEngine, lines: list[InputLine], concurrency: int = 4) -
 
     pairs = asyncio.run(main())
     assert sorted(key for key, _ in pairs) == sorted(one.key for one in lines)
-    results = [json.loads(result) for _, result in pairs]
-    return {result["custom_id"]: result for result in results}
+    found = [json.loads(result) for _, result in pairs]
+    return {result["custom_id"]: result for result in found}
 
 
 def test_lines_get_what_the_server_answers(serve):

@@ -376,17 +376,17 @@ def test_interrupts_and_broken_pipes_are_quiet(llm, monkeypatch, raised, code):
     assert result.stderr.splitlines() == [f"loading {EngineConfig().model}"]
 
 
+def python(*arguments: str, **streams) -> subprocess.CompletedProcess:
+    """Run a process to its end, its output captured where no stream is given."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.run([sys.executable, *arguments], check=False, **pipes | streams)
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is full")
 @pytest.mark.parametrize("command", ["help", "--version"])
 def test_an_output_without_room_is_one_line(command):
     with open("/dev/full", "w") as full:
-        result = subprocess.run(
-            [sys.executable, "-m", "sametoken", command],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+        result = python("-m", "sametoken", command, stdout=full)
     cause = "error: the output cannot be written (no space left on device). Make room"
     assert (result.returncode, result.stderr.splitlines()) == (2, [cause])
 
@@ -420,13 +420,7 @@ main.main()
 )
 def test_a_stderr_without_room_changes_no_result(arguments, status, shown):
     with open("/dev/full", "w") as full:
-        result = subprocess.run(
-            [sys.executable, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=full,
-            text=True,
-            check=False,
-        )
+        result = python(*arguments, stderr=full)
     assert (result.returncode, result.stdout) == (status, shown)
 
 
@@ -434,14 +428,9 @@ def test_a_stderr_without_room_changes_no_result(arguments, status, shown):
 def test_a_reader_that_left_is_no_error(topic):
     reader, writer = os.pipe()
     os.close(reader)
-    result = subprocess.run(
-        [sys.executable, "-m", "sametoken", "help", *topic],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        check=False,
-    )
+    result = python("-m", "sametoken", "help", *topic, stdout=writer)
     os.close(writer)
-    assert (result.returncode, result.stderr) == (141, b"")
+    assert (result.returncode, result.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&-"])
@@ -459,15 +448,11 @@ def test_a_closed_stdin_is_an_empty_one():
 
 
 def test_bytes_on_stdin_that_are_no_text_are_refused_before_a_model_is_looked_for():
-    result = subprocess.run(
-        [sys.executable, "-m", "sametoken", "generate", "no-such-model", "-f", "-"],
-        input="café".encode("latin-1"),
-        env=os.environ | {"PYTHONIOENCODING": "utf-8:surrogateescape"},
-        capture_output=True,
-        check=False,
-    )
+    command = ("-m", "sametoken", "generate", "no-such-model", "-f", "-")
+    environment = os.environ | {"PYTHONIOENCODING": "utf-8:surrogateescape"}
+    result = python(*command, input="café", encoding="latin-1", env=environment)
     assert result.returncode == 2
-    assert b"- cannot be read as text" in result.stderr
+    assert "- cannot be read as text" in result.stderr
 
 
 def test_env_reports_facts():

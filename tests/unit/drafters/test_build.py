@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import weakref
 from dataclasses import replace
@@ -50,7 +49,7 @@ from sametoken.ops.reference import PlainWeight, ReferenceKernels
 from sametoken.types.speculative_methods import TABLE, Kind
 
 KERNELS = ReferenceKernels()
-BACKEND = dataclasses.replace(select_backend(CPU), model=KERNELS)
+BACKEND = replace(select_backend(CPU), model=KERNELS)
 PLACEMENT = Placement(BACKEND, torch.float32, CPU, max_model_len=40, max_positions=MAX_LEN)
 
 
@@ -63,13 +62,18 @@ def spec_of(method: str, model=None, k: int = 3) -> SpeculativeConfig:
 
 
 def require_drafts(
-    loaded: LoadedDrafter, needs: DrafterNeeds, bench: Bench, kind: type, num_steps: int = 5
-) -> None:
-    """It is attached as a drafter of this kind, keeps what configs said of it, and runs."""
+    spec: SpeculativeConfig, path: Path, kind: type, num_steps: int = 5, **options
+) -> tuple[DrafterNeeds, LoadedDrafter, Bench]:
+    """For a target, it is a drafter of this kind, keeps what configs say of it, and runs."""
+    needs = needs_of_drafter(spec, read_config(path), torch.float32, path)
+    target = load_target(path, needs.aux_layers)
+    loaded = load_drafter(spec, target, replace(PLACEMENT, target_path=path))
+    bench = Bench(target, spec.num_speculative_tokens, **options)
     bench.drafter = loaded.attach(bench.allocate(loaded.caches), bench.coupling)
     assert isinstance(bench.drafter, kind)
     assert (loaded.caches, bench.drafter.lookahead_slots) == (needs.caches, needs.lookahead_slots)
     bench.run(num_steps, VOCAB, lambda context, drafts: None)
+    return needs, loaded, bench
 
 
 @pytest.fixture
@@ -88,11 +92,8 @@ def test_methods_without_weights(target_directory, spec, kind):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_model_drafts_perfectly_for_itself(target_directory, temperature):
-    target = load_target(target_directory)
-    bench = Bench(target, 3, seed=1, temperature=temperature, spoil=0.0)
-    spec = spec_of("draft_model", target_directory)
-    needs = needs_of_drafter(spec, target.config, torch.float32)
-    require_drafts(load_drafter(spec, target, PLACEMENT), needs, bench, DraftModelDrafter, 15)
+    spec, exact = spec_of("draft_model", target_directory), {"temperature": temperature, "spoil": 0}
+    *_, bench = require_drafts(spec, target_directory, DraftModelDrafter, 15, seed=1, **exact)
     assert bench.counts.offered > 10
     assert bench.counts.accepted == bench.counts.offered
 
@@ -104,57 +105,43 @@ def test_an_eagle_head(tmp_path, target_directory, method, wanted, k):
         head = write_eagle1(tmp_path / "head", eagle1_tensors())
     else:
         head = write_safeailab(tmp_path / "head", head_tensors())
-    spec = spec_of(method, head, k)
-    needs = needs_of_drafter(spec, read_config(target_directory), torch.float32)
+    needs, *_ = require_drafts(spec_of(method, head, k), target_directory, EagleDrafter)
     assert needs.aux_layers == wanted
-    target = load_target(target_directory, wanted)
-    require_drafts(load_drafter(spec, target, PLACEMENT), needs, Bench(target, k), EagleDrafter)
 
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_module_in_the_target_s_own_checkpoint(tmp_path, k):
     directory = write_hybrid(tmp_path, layer_types=[FULL] * 4)
-    spec = spec_of("mtp", None, k)
-    needs = needs_of_drafter(spec, read_config(directory), torch.float32, directory)
+    needs, *_ = require_drafts(spec_of("mtp", None, k), directory, EagleDrafter)
     assert needs.aux_layers == ()
-    target = load_target(directory)
-    loaded = load_drafter(spec, target, dataclasses.replace(PLACEMENT, target_path=directory))
-    require_drafts(loaded, needs, Bench(target, k), EagleDrafter)
 
 
 @pytest.mark.parametrize("cached", [0, 5])
 def test_suffix_decoding_and_the_texts_it_reads(target_directory, cached):
-    spec = dataclasses.replace(spec_of("suffix"), suffix_decoding_max_cached_requests=cached)
-    loaded = load_drafter(spec, load_target(target_directory), PLACEMENT)
+    spec = replace(spec_of("suffix"), suffix_decoding_max_cached_requests=cached)
+    _, loaded, _ = require_drafts(spec, target_directory, LookupDrafter)
     assert loaded.caches == ()
     assert loaded.history.texts.shape == (cached, MAX_LEN)
-    bench = Bench(load_target(target_directory), 3)
-    bench.drafter = loaded.attach(None, bench.coupling)
-    assert isinstance(bench.drafter, LookupDrafter)
-    bench.run(5, VOCAB, lambda context, drafts: None)
 
 
 @pytest.mark.parametrize(("cascade", "cached"), [("ngram", 0), ("suffix", 4)])
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 def test_a_cascade_before_a_model(tmp_path, target_directory, method, cascade, cached):
     head = write_safeailab(tmp_path / "head", head_tensors())
-    spec = dataclasses.replace(
+    spec = replace(
         spec_of(method, target_directory if method == "draft_model" else head, k=6),
         cascade=cascade,
         cascade_model_tokens=3,
         suffix_decoding_max_cached_requests=cached,
     )
-    needs = needs_of_drafter(spec, read_config(target_directory), torch.float32)
-    target = load_target(target_directory, needs.aux_layers)
-    loaded = load_drafter(spec, target, PLACEMENT)
+    needs, loaded, _ = require_drafts(spec, target_directory, CascadeDrafter, 8)
     assert loaded.history.texts.shape[0] == cached
     assert needs.lookahead_slots <= 2
-    require_drafts(loaded, needs, Bench(target, 6), CascadeDrafter, 8)
 
 
 def test_a_target_without_such_a_module_is_refused(target_directory):
     target = load_target(target_directory)
-    placement = dataclasses.replace(PLACEMENT, target_path=target_directory)
+    placement = replace(PLACEMENT, target_path=target_directory)
     with pytest.raises(UnsupportedError, match="LlamaForCausalLM"):
         needs_of_drafter(spec_of("mtp"), target.config, torch.float32, target_directory)
     with pytest.raises(UnsupportedError, match="LlamaForCausalLM"):
@@ -200,7 +187,7 @@ def test_a_drafter_may_have_dummy_weights(tmp_path, target_directory, method):
     spec = spec_of(method, tmp_path)
     needs = needs_of_drafter(spec, read_config(target_directory), torch.float32)
     target = load_target(target_directory, needs.aux_layers)
-    placement = dataclasses.replace(PLACEMENT, load_format="dummy")
+    placement = replace(PLACEMENT, load_format="dummy")
     assert load_drafter(spec, target, placement).caches
     with pytest.raises(CheckpointError, match="no safetensors"):
         load_drafter(spec, target, PLACEMENT)

@@ -99,6 +99,13 @@ async def last_of(stream):
     return outputs[-1]
 
 
+async def started(llm, request_id: str, **params):
+    """The stream of an answer to the first of ``WORDS``, once its first token is there."""
+    stream = llm.generate(WORDS[0], SamplingParams(ignore_eos=True, **params), request_id)
+    await anext(stream)
+    return stream
+
+
 async def until(condition):
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
@@ -456,8 +463,7 @@ async def test_weights_change_while_requests_run(llm, offline, model, tmp_path):
     (before,) = offline.generate(prompt, params)
     (after,) = LLM(str(other), tokenizer=model, **SIZES).generate(prompt, params)
     first = llm.weight_version
-    long = llm.generate(prompt, replace(params, max_tokens=200), "long")
-    await anext(long)
+    long = await started(llm, "long", temperature=0.0, max_tokens=200)
     assert await llm.update_weights(other) == first + 1
     changed = await last_of(llm.generate(prompt, params, "changed"))
     mixed = await last_of(long)
@@ -476,8 +482,7 @@ async def test_weights_change_while_requests_run(llm, offline, model, tmp_path):
 async def test_a_pause_keeps_waits_or_aborts(llm, offline):
     params = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
     (expected,) = offline.generate(WORDS[0], params)
-    kept = llm.generate(WORDS[0], params, "kept")
-    await anext(kept)
+    kept = await started(llm, "kept", temperature=0.0, max_tokens=150)
     await llm.pause("keep")
     later = asyncio.create_task(last_of(llm.generate(WORDS[0], params, "later")))
     with pytest.raises(TimeoutError):
@@ -490,8 +495,7 @@ async def test_a_pause_keeps_waits_or_aborts(llm, offline):
     assert llm.stats().load.num_running == 0
     await llm.resume()
     assert essence(await later) == essence(expected)
-    cut = llm.generate(WORDS[0], params, "cut")
-    await anext(cut)
+    cut = await started(llm, "cut", temperature=0.0, max_tokens=150)
     await llm.pause()
     assert (await last_of(cut)).outputs[0].finish_reason == "abort"
     await llm.resume()
@@ -516,8 +520,7 @@ async def cancelled(llm, command) -> None:
 async def test_a_pause_that_is_cancelled_has_not_been(llm, offline, mode):
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     (expected,) = offline.generate(WORDS[0], params)
-    running = llm.generate(WORDS[0], replace(params, max_tokens=200), "running")
-    await anext(running)
+    running = await started(llm, "running", temperature=0.0, max_tokens=200)
     await cancelled(llm, llm.pause(mode))
     async with asyncio.timeout(PATIENCE_S):
         after = await last_of(llm.generate(WORDS[0], params, "after"))
@@ -534,8 +537,7 @@ async def test_a_sleep_that_is_cancelled_has_not_been_or_can_be_ended(llm, offli
     async def answered(request_id):
         return essence(await last_of(llm.generate(WORDS[0], params, request_id)))
 
-    running = llm.generate(WORDS[0], replace(params, max_tokens=200), "running")
-    await anext(running)
+    running = await started(llm, "running", temperature=0.0, max_tokens=200)
     # As ``sleep`` does, once the engine has said that it can.
     await cancelled(llm, llm._client.command(FallAsleep(1, llm._waits(mode))))
     # Answered after the withdrawal.
@@ -551,9 +553,7 @@ async def test_a_sleep_that_is_cancelled_has_not_been_or_can_be_ended(llm, offli
 
 
 async def test_a_sleep_of_no_level_ends_no_request(llm):
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    running = llm.generate(WORDS[0], params, "running")
-    await anext(running)
+    running = await started(llm, "running", max_tokens=40)
     with pytest.raises(RequestError, match="no sleep of level 9"):
         await llm.sleep(level=9)
     assert (await last_of(running)).outputs[0].finish_reason == "length"
@@ -563,8 +563,7 @@ async def test_a_sleep_that_this_engine_can_never_have_ends_no_request(model, tm
     spec = {"method": "extract_hidden_states", "shared_storage_path": str(tmp_path)}
     config = EngineConfig.from_options(model=model, speculative_config=spec, **SIZES)
     async with await AsyncLLM.start(config) as llm:
-        running = llm.generate(WORDS[0], SamplingParams(max_tokens=40, ignore_eos=True), "running")
-        await anext(running)
+        running = await started(llm, "running", max_tokens=40)
         with pytest.raises(UnsupportedError, match="under extraction"):
             await llm.sleep(level=2)
         assert (await last_of(running)).outputs[0].finish_reason == "length"

@@ -90,6 +90,13 @@ def require_refused_early(train: Callable, target: Path, directory: Path, row, s
         train(unreadable, directory / "out", TrainingText(file=directory / "text.jsonl"))
 
 
+def require_own_settings(train: Callable, target: Path, output: Path, loop: LoopOptions) -> None:
+    """That an unfinished training is resumed with its settings alone, before any text is read."""
+    other, nowhere = replace(loop, resume=True, seed=5), TrainingText(file=output / "none")
+    with pytest.raises(ConfigError, match=r"other settings: \['seed'\]"):
+        train(target, output, nowhere, loop=other)
+
+
 def require_one_error_without_memory(train: Callable, owner: object, name: str) -> None:
     """That ``train()`` ends in one error where ``owner``'s function of this name has no memory."""
 

@@ -57,10 +57,7 @@ def test_an_interrupted_training_is_not_started_over(target, text, tmp_path, cut
     assert "give --resume" in refused.value.remedy
     assert "remove it" in refused.value.remedy
     assert (tmp_path / CHECKPOINT).read_bytes() == begun
-    other, nowhere = replace(loop, resume=True, seed=5), TrainingText(file=tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"other settings: \['seed'\]"):
-        # The text is not there: nothing is prepared before.
-        train(target, tmp_path, nowhere, loop=other)
+    training.require_own_settings(train, target, tmp_path, loop)
     assert train(target, tmp_path, text, loop=replace(loop, resume=True)).steps == 12
 
 

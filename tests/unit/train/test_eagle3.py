@@ -231,10 +231,7 @@ def test_a_resumed_training_is_an_uninterrupted_one(target, text, tmp_path, cut_
     cut_off(train, target, tmp_path / "b", text, loop=loop)
     assert (tmp_path / "b" / CHECKPOINT).is_file()
     assert not (tmp_path / "b" / "config.json").exists()
-    other, nowhere = replace(loop, resume=True, seed=5), TrainingText(file=tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"other settings: \['seed'\]"):
-        # The text is not there: nothing is prepared before.
-        train(target, tmp_path / "b", nowhere, loop=other)
+    training.require_own_settings(train, target, tmp_path / "b", loop)
     train(target, tmp_path / "b", text, loop=replace(loop, resume=True))
     assert_equal_heads(tmp_path / "a", tmp_path / "b")
 

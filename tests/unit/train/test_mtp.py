@@ -19,6 +19,7 @@ from helpers.training import (
     require_accepted,
     require_mixed_precision,
     require_one_error_without_memory,
+    require_own_settings,
     require_refused_early,
     write_own_text,
 )
@@ -86,10 +87,7 @@ def test_a_seed_names_the_bits_and_a_resumed_training_is_whole(target, text, tmp
     loop = replace(LOOP, steps=13, checkpoint_every=5)
     train(target, tmp_path / "a", text, loop=loop)
     cut_off(train, target, tmp_path / "b", text, loop=loop)
-    other, nowhere = replace(loop, resume=True, seed=5), TrainingText(file=tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"other settings: \['seed'\]"):
-        # The text is not there: nothing is prepared before.
-        train(target, tmp_path / "b", nowhere, loop=other)
+    require_own_settings(train, target, tmp_path / "b", loop)
     train(target, tmp_path / "b", text, loop=replace(loop, resume=True))
     one, other = load_file(tmp_path / "a" / shard), load_file(tmp_path / "b" / shard)
     assert all(torch.equal(one[name], other[name]) for name in one)

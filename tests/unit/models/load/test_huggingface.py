@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,8 +54,7 @@ from sametoken.models.loader import read_config
 from sametoken.models.registry import ARCHITECTURES
 from sametoken.text.tokenizer import load_tokenizer
 
-BASE = {
-    "architectures": ["LlamaForCausalLM"],
+SIZES = {
     "vocab_size": 100,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -62,6 +62,11 @@ BASE = {
     "num_attention_heads": 4,
     "max_position_embeddings": 512,
 }
+BASE = SIZES | {"architectures": ["LlamaForCausalLM"]}
+
+
+def architecture_of(config_class: type) -> str:
+    return re.sub("(Text)?Config$", "ForCausalLM", config_class.__name__)
 
 
 def read(directory, config, generation_config=None):
@@ -73,7 +78,7 @@ def read(directory, config, generation_config=None):
 
 def test_absent_keys_take_the_values_transformers_implies(tmp_path):
     config = read(tmp_path, BASE)
-    theirs = LlamaConfig(**{key: value for key, value in BASE.items() if key != "architectures"})
+    theirs = LlamaConfig(**SIZES)
     assert config.num_kv_heads == theirs.num_key_value_heads == 4
     assert config.head_dim == theirs.head_dim == 16
     assert config.rms_norm_eps == theirs.rms_norm_eps
@@ -111,10 +116,9 @@ WITH_IMPLIED = [MistralConfig, MinistralConfig, Qwen2Config, Qwen3Config, Qwen3M
 
 @pytest.mark.parametrize("config_class", WITH_IMPLIED)
 def test_values_implied_by_one_architecture(tmp_path, config_class):
-    name = config_class.__name__.replace("Config", "ForCausalLM")
-    sizes = BASE | {"architectures": [name], "num_attention_heads": 32, "hidden_size": 128}
-    config = read(tmp_path, sizes)
-    theirs = config_class(**{key: value for key, value in sizes.items() if key != "architectures"})
+    name = architecture_of(config_class)
+    sizes = SIZES | {"num_attention_heads": 32, "hidden_size": 128}
+    config, theirs = read(tmp_path, sizes | {"architectures": [name]}), config_class(**sizes)
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.head_dim == (getattr(theirs, "head_dim", None) or 128 // 32)
     for key in ARCHITECTURES[name].implied.keys() - {"sliding_window"}:
@@ -124,32 +128,17 @@ def test_values_implied_by_one_architecture(tmp_path, config_class):
 
 
 @pytest.mark.parametrize(
-    ("name", "config_class"),
+    "config_class",
     [
-        ("BambaForCausalLM", BambaConfig),
-        ("FalconH1ForCausalLM", FalconH1Config),
-        ("Ernie4_5ForCausalLM", Ernie4_5Config),
-        ("Ernie4_5_MoeForCausalLM", Ernie4_5_MoeConfig),
-        ("Gemma3ForCausalLM", Gemma3TextConfig),
-        ("Gemma4ForCausalLM", Gemma4TextConfig),
-        ("Gemma4UnifiedForCausalLM", Gemma4UnifiedTextConfig),
-        ("Glm4MoeForCausalLM", Glm4MoeConfig),
-        ("GptOssForCausalLM", GptOssConfig),
-        ("GraniteForCausalLM", GraniteConfig),
-        ("GraniteMoeHybridForCausalLM", GraniteMoeHybridConfig),
-        ("HunYuanDenseV1ForCausalLM", HunYuanDenseV1Config),
-        ("MiniMaxM2ForCausalLM", MiniMaxM2Config),
-        ("Ministral3ForCausalLM", Ministral3Config),
-        ("MixtralForCausalLM", MixtralConfig),
-        ("Olmo2ForCausalLM", Olmo2Config),
-        ("Olmo3ForCausalLM", Olmo3Config),
-        ("Phi3ForCausalLM", Phi3Config),
-        ("Qwen2MoeForCausalLM", Qwen2MoeConfig),
-        ("SeedOssForCausalLM", SeedOssConfig),
-        ("SmolLM3ForCausalLM", SmolLM3Config),
+        BambaConfig, FalconH1Config, Ernie4_5Config, Ernie4_5_MoeConfig, Gemma3TextConfig,
+        Gemma4TextConfig, Gemma4UnifiedTextConfig, Glm4MoeConfig, GptOssConfig, GraniteConfig,
+        GraniteMoeHybridConfig, HunYuanDenseV1Config, MiniMaxM2Config, Ministral3Config,
+        MixtralConfig, Olmo2Config, Olmo3Config, Phi3Config, Qwen2MoeConfig, SeedOssConfig,
+        SmolLM3Config,
     ],
-)
-def test_what_one_family_implies(tmp_path, name, config_class):
+)  # fmt: skip
+def test_what_one_family_implies(tmp_path, config_class):
+    name = architecture_of(config_class)
     sizes = BASE | {"architectures": [name], "num_attention_heads": 16}
     found, theirs = read(tmp_path, sizes), config_class()
     # Gemma 4's layers differ.
@@ -181,7 +170,7 @@ def test_what_one_family_implies(tmp_path, name, config_class):
     ],
 )
 def test_layers_that_a_config_leaves_out_are_those_of_transformers(tmp_path, config_class, changes):
-    name = config_class.__name__.replace("Config", "ForCausalLM")
+    name = architecture_of(config_class)
     sizes = BASE | {"architectures": [name], "num_hidden_layers": 6, "num_key_value_heads": 2}
     found = read(tmp_path, sizes | changes)
     theirs = config_class(**{"num_hidden_layers": 6} | changes)
@@ -444,7 +433,7 @@ def test_a_switch_that_is_null_is_as_good_as_absent(tmp_path, family, key):
 
 def test_layers_have_the_windows_that_transformers_gives_them(tmp_path):
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 4}
-    sizes = BASE | {"architectures": ["Qwen3ForCausalLM"]} | heads
+    sizes, name = SIZES | heads, {"architectures": ["Qwen3ForCausalLM"]}
     for changes in (
         {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3},
         {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
@@ -458,10 +447,7 @@ def test_layers_have_the_windows_that_transformers_gives_them(tmp_path):
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ):
-        config = read(tmp_path, sizes | changes)
-        theirs = Qwen3Config(
-            **{key: sizes[key] for key in sizes if key != "architectures"}, **changes
-        )
+        config, theirs = read(tmp_path, sizes | name | changes), Qwen3Config(**sizes, **changes)
         windows = [
             theirs.sliding_window if kind == "sliding_attention" else None
             for kind in theirs.layer_types
@@ -500,8 +486,7 @@ def test_old_rope_settings_go_before_new_ones(tmp_path):
 )
 def test_a_text_config_of_few_keys_implies_what_its_class_does(tmp_path, name, text):
     """Older versions of transformers left out of a nested config what its class has anyway."""
-    sizes = BASE | {"num_attention_heads": 32}
-    sizes.pop("architectures")
+    sizes = SIZES | {"num_attention_heads": 32}
     given = {"model_type": text.model_type, **sizes}
     found, theirs = read(tmp_path, {"architectures": [name], "text_config": given}), text(**sizes)
     ropes = [dict(found.rope), dict(theirs.rope_parameters)]
@@ -643,10 +628,9 @@ def test_impossible_settings_are_named(tmp_path, change, message):
 
 def test_a_nested_text_config(tmp_path):
     """A model that also sees says dtype and tying once, for itself and its text decoder."""
-    text = {key: value for key, value in BASE.items() if key != "architectures"}
     config = {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "text_config": text | {"tie_word_embeddings": False, "eos_token_id": 9},
+        "text_config": SIZES | {"tie_word_embeddings": False, "eos_token_id": 9},
         "tie_word_embeddings": True,
         "dtype": "bfloat16",
         "vision_config": {"hidden_size": 3},
@@ -664,10 +648,9 @@ def test_a_nested_text_config(tmp_path):
 @pytest.mark.parametrize("head", ["", "lm_head.weight", "language_model.lm_head.qweight"])
 def test_tying_that_a_config_says_in_two_ways_is_that_of_the_weights(tmp_path, head, of_text):
     """As transformers 5 saves Mistral 3 (vllm#51063)."""
-    text = {key: value for key, value in BASE.items() if key != "architectures"}
     config = {
         "architectures": ["Mistral3ForConditionalGeneration"],
-        "text_config": text | {"num_key_value_heads": 4, "tie_word_embeddings": of_text},
+        "text_config": SIZES | {"num_key_value_heads": 4, "tie_word_embeddings": of_text},
         "tie_word_embeddings": not of_text,
     }
     names = [name for name in ("model.language_model.embed_tokens.weight", head) if name]

@@ -202,6 +202,28 @@ class Bench:
         return Drafts(ids, drafts.num_drafts)
 
 
+def require_all_accepted(bench: Bench, steps: int, vocab: int) -> None:
+    bench.run(steps, vocab, lambda context, drafts: None)
+    assert bench.counts.accepted == bench.counts.offered > 30
+
+
+def require_lookahead_slots(bench: Bench, steps: int, vocab: int, beyond: int) -> None:
+    """KV is written so far above the committed tokens, as the drafter says, and no further."""
+    assert bench.drafter.lookahead_slots == max(beyond, 0)
+
+    def check(context: DraftContext, drafts: Drafts) -> None:
+        (cache,) = bench.drafter.kv_caches
+        for b, slot in requests_of(context):
+            written = int(context.end[b])
+            if context.samples[b]:
+                written = int(context.num_tokens[b]) + beyond
+            keys = bench.cached(cache, slot, MAX_LEN)[0, 0, :, 0, 0]
+            assert not keys[:written].isnan().any()
+            assert keys[written:].isnan().all()
+
+    bench.run(steps, vocab, check)
+
+
 def requests_of(context: DraftContext) -> list[tuple[int, int]]:
     """Place and slot of each request, without padding."""
     padding = context.sequences.reserved_slot

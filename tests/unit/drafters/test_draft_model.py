@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from helpers.drafting import BLOCK_SIZE, Bench, requests_of
+from helpers.drafting import Bench, requests_of, require_all_accepted, require_lookahead_slots
 from helpers.toy import ToyModel
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.ops.sampling.sample import sample
@@ -60,9 +60,7 @@ def test_a_drafter_equal_to_its_target_is_always_right(k, temperature, padding):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_every_draft_of_it_is_accepted(temperature):
     bench = bench_of(4, seed=3, temperature=temperature, spoil=0.0)
-    bench.run(45, VOCAB, lambda context, drafts: None)
-    assert bench.counts.offered > 30
-    assert bench.counts.accepted == bench.counts.offered
+    require_all_accepted(bench, 45, VOCAB)
 
 
 @pytest.mark.usefixtures("layouts")
@@ -105,23 +103,7 @@ def test_its_kv_holds_the_committed_token_at_every_computed_position(num_own, sa
 
 
 def test_it_writes_no_further_than_it_says():
-    k = 5
-    bench = bench_of(k, seed=4)
-    assert bench.drafter.lookahead_slots == k - 1
-
-    def check(context, drafts):
-        (cache,) = bench.drafter.kv_caches
-        for b, slot in requests_of(context):
-            written = int(context.end[b])
-            if context.samples[b]:
-                written = int(context.num_tokens[b]) + k - 1
-            blocks = torch.tensor(bench.blocks[slot])
-            where = torch.arange(len(blocks) * BLOCK_SIZE)
-            keys = cache.kv(0).keys[blocks[where // BLOCK_SIZE], 0, where % BLOCK_SIZE, 0]
-            assert not keys[:written].isnan().any()
-            assert keys[written:].isnan().all()
-
-    bench.run(40, VOCAB, check)
+    require_lookahead_slots(bench_of(5, seed=4), 40, VOCAB, 4)
 
 
 def test_there_are_drafts_as_far_as_it_has_positions():

@@ -17,7 +17,15 @@ from helpers.checkpoints import (
     write_speculators,
 )
 from helpers.dense_modules import ERNIE, MIMO, write_module
-from helpers.drafting import BLOCK_SIZE, CPU, MAX_LEN, Bench, requests_of
+from helpers.drafting import (
+    BLOCK_SIZE,
+    CPU,
+    MAX_LEN,
+    Bench,
+    requests_of,
+    require_all_accepted,
+    require_lookahead_slots,
+)
 from helpers.hybrids import FULL, hybrid_config, hybrid_tensors, twin_config, twin_tensors
 from sametoken.drafters.eagle import EagleDrafter
 from sametoken.layers.residual import kept_of
@@ -60,30 +68,6 @@ def check_from_scratch(bench: Bench, head, steps: int, vocab: int) -> None:
 
     bench.run(steps, vocab, check)
     assert bench.counts.cached
-
-
-def check_lookahead_slots(bench: Bench, steps: int, vocab: int) -> None:
-    """KV is written up to ``lookahead_slots`` above the committed tokens, and no further."""
-    k = bench.k
-    assert bench.drafter.lookahead_slots == max(k - 2, 0)
-
-    def check(context, drafts):
-        (cache,) = bench.drafter.kv_caches
-        for b, slot in requests_of(context):
-            written = int(context.end[b])
-            if context.samples[b]:
-                written = int(context.num_tokens[b]) + k - 2
-            keys = bench.cached(cache, slot, MAX_LEN)[0, 0, :, 0, 0]
-            assert not keys[:written].isnan().any()
-            assert keys[written:].isnan().all()
-
-    bench.run(steps, vocab, check)
-
-
-def check_everything_is_accepted(bench: Bench, steps: int, vocab: int) -> None:
-    bench.run(steps, vocab, lambda context, drafts: None)
-    assert bench.counts.offered > 30
-    assert bench.counts.accepted == bench.counts.offered
 
 
 def alone(first: int, count: int) -> AttentionRows:
@@ -169,7 +153,7 @@ def test_fewer_drafts_are_the_first_of_all_and_its_kv_is_whole_without_any(tmp_p
 @pytest.mark.parametrize("version", [EAGLE1, EAGLE3])
 def test_it_writes_no_further_than_it_says(tmp_path, version, k):
     target, head = load_both(tmp_path, version, 1)
-    check_lookahead_slots(head_bench(target, head, k, seed=5), steps=10, vocab=VOCAB)
+    require_lookahead_slots(head_bench(target, head, k, seed=5), 10, VOCAB, k - 2)
 
 
 class MarkovTarget:
@@ -227,7 +211,7 @@ def markov_eagle1(directory, target: MarkovTarget, reads: str):
 
 def accept_everything(target: MarkovTarget, head, temperature: float) -> None:
     bench = head_bench(target, head, 4, seed=7, temperature=temperature, spoil=0.0)
-    check_everything_is_accepted(bench, steps=30, vocab=HIDDEN)
+    require_all_accepted(bench, steps=30, vocab=HIDDEN)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +277,7 @@ def test_a_module_s_kv_and_drafts_are_those_of_a_run_from_scratch(tmp_path, kind
 @pytest.mark.parametrize("k", [1, 2, 8])
 def test_a_module_writes_no_further_than_it_says(tmp_path, k):
     target, head = load_random(tmp_path, "qwen3_5")
-    check_lookahead_slots(head_bench(target, head, k, seed=5), steps=8, vocab=VOCAB)
+    require_lookahead_slots(head_bench(target, head, k, seed=5), 8, VOCAB, k - 2)
 
 
 @pytest.mark.parametrize(("k", "temperature"), [(1, 0.0), (4, 0.8), (8, 0.0)])
@@ -301,4 +285,4 @@ def test_a_module_that_is_its_target_s_twin_is_always_accepted(tmp_path, k, temp
     config = twin_config(**DENSE)
     target, head = load_module(tmp_path, config, twin_tensors(config, seed=k))
     bench = head_bench(target, head, k, seed=7, temperature=temperature, spoil=0.0, first_token=0)
-    check_everything_is_accepted(bench, steps=48 - 4 * k, vocab=VOCAB)
+    require_all_accepted(bench, steps=48 - 4 * k, vocab=VOCAB)

@@ -11,9 +11,9 @@ import signal
 import weakref
 
 import pytest
-from tests.helpers.checkpoints import write_llama
 
 import sametoken
+from helpers.checkpoints import write_llama
 from sametoken import LoRARequest
 from sametoken.engine import offline_requests
 from sametoken.errors import (
@@ -48,11 +48,8 @@ def test_outputs_come_in_the_order_of_the_prompts(scripted, ids, lag):
     assert [o.prompt for o in outputs] == ["a", None]
     assert not engine.has_unfinished
     # The EOS is kept too.
-    prompt_lens = [len(request.prompt_token_ids) for request in engine.requests]
-    assert engine.num_kept == {
-        "0": prompt_lens[0] + len(dog) + 1,
-        "1": prompt_lens[1] + len(cat) + 1,
-    }
+    first, second = (len(request.prompt_token_ids) for request in engine.requests)
+    assert engine.num_kept == {"0": first + len(dog) + 1, "1": second + len(cat) + 1}
 
 
 def test_one_prompt_may_stand_alone(scripted, ids):
@@ -132,12 +129,8 @@ def test_lists_of_ids_and_rendered_chats_are_prompts(scripted):
     llm.generate([[5, 6], [7]], GREEDY)
     rendered = llm.render_chat([{"role": "user", "content": "hi"}])
     llm.generate(rendered, GREEDY)
-    assert [one.prompt_token_ids for one in engine.requests] == [
-        (5, 6),
-        (5, 6),
-        (7,),
-        rendered.token_ids,
-    ]
+    expected = [(5, 6), (5, 6), (7,), rendered.token_ids]
+    assert [one.prompt_token_ids for one in engine.requests] == expected
 
 
 def test_names_of_the_package_are_listed_before_they_are_loaded():

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -21,13 +23,18 @@ TEXT = "héllo wörld 🙂 done"
 USER = [{"role": "user", "content": "hi"}]
 
 
+def client_of(serve, engine=None, **server) -> Callable:
+    """Posts completions of one prompt, or of those that it is given."""
+    client = serve(engine, **server)
+    return lambda **body: client.post("/v1/completions", json={"prompt": "x"} | body)
+
+
 def both(serve, engine=None, **body) -> tuple[dict, list[dict]]:
     """The answer to a request without and with a stream."""
-    client = serve(engine or FakeEngine(lambda prompt, index: f"{prompt}/{index}: {TEXT}"))
-    request = {"prompt": "ab", "max_tokens": 200} | body
-    whole = client.post("/v1/completions", json=request)
+    engine = engine or FakeEngine(lambda prompt, index: f"{prompt}/{index}: {TEXT}")
+    post = partial(client_of(serve, engine), **{"prompt": "ab", "max_tokens": 200} | body)
+    whole, stream = post(), post(stream=True)
     assert whole.status_code == 200, whole.text
-    stream = client.post("/v1/completions", json=request | {"stream": True})
     assert stream.headers["content-type"].startswith("text/event-stream")
     return whole.json(), events(stream)
 
@@ -70,7 +77,7 @@ def test_an_answer_has_the_id_that_the_client_gave(serve):
     for _ in range(2):
         whole, chunks = both(serve, engine, request_id="mine-1")
         assert {one["id"] for one in (whole, *chunks)} == {"cmpl-mine-1"}
-    refused = serve().post("/v1/completions", json={"prompt": "a", "request_id": "a" * 257})
+    refused = client_of(serve)(request_id="a" * 257)
     assert refused.json()["error"]["param"] == "request_id"
 
 
@@ -125,23 +132,20 @@ def test_a_token_that_is_not_sent_is_no_reason_to_end(serve):
 
 def test_usage_and_statistics_when_asked_for(serve):
     options = {"stream_options": {"include_usage": True}, "include_speculation_stats": True}
-    client = serve(FakeEngine("hello"))
-    body = {"prompt": "ab", "stream": True, **options}
-    *chunks, last = events(client.post("/v1/completions", json=body))
+    post = partial(client_of(serve), prompt="ab", stream=True)
+    *chunks, last = events(post(**options))
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
     assert last["usage"]["total_tokens"] == 2 + 6
     assert last["speculation"]["acceptance_per_position"] == [1.0, 1.0]
     assert last["speculation"]["offered_per_position"] == [2, 2]
-    plain = events(client.post("/v1/completions", json={"prompt": "ab", "stream": True}))
-    assert all("usage" not in chunk and "speculation" not in chunk for chunk in plain)
+    assert all("usage" not in chunk and "speculation" not in chunk for chunk in events(post()))
 
 
 def test_usage_throughout_a_stream(serve):
     options = {"include_usage": True, "continuous_usage_stats": True}
-    body = {"prompt": ["ab", "c"], "stream": True, "stream_options": options}
-    chunks = events(serve(FakeEngine("hello")).post("/v1/completions", json=body))
-    *events_of_choices, last = chunks
+    stream = client_of(serve)(prompt=["ab", "c"], stream=True, stream_options=options)
+    *events_of_choices, last = events(stream)
     assert last["usage"]["total_tokens"] == 3 + 2 * 6
     for index, num_prompt_tokens in enumerate((2, 1)):
         own = [one["usage"] for one in events_of_choices if one["choices"][0]["index"] == index]
@@ -182,7 +186,7 @@ def test_a_prompt_beyond_the_context_has_openai_s_code(serve):
 def test_the_last_tokens_of_a_prompt_are_kept(serve, body, kept):
     """As with vLLM."""
     engine = FakeEngine()
-    answer = serve(engine).post("/v1/completions", json={"return_token_ids": True} | body)
+    answer = client_of(serve, engine)(return_token_ids=True, **body)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["prompt_token_ids"] == kept
     assert list(engine.seen[0][0].token_ids) == kept
@@ -190,42 +194,40 @@ def test_the_last_tokens_of_a_prompt_are_kept(serve, body, kept):
 
 def test_echo_is_of_what_is_kept(serve):
     body = {"prompt": "héllo", "truncate_prompt_tokens": 3, "echo": True, "max_tokens": 0}
-    (choice,) = serve(FakeEngine()).post("/v1/completions", json=body).json()["choices"]
+    (choice,) = client_of(serve)(**body).json()["choices"]
     assert choice["text"] == "llo"
 
 
 def test_all_that_fits_is_nothing_beside_an_answer_that_fills_the_context(serve):
-    body = {"prompt": "abc", "truncate_prompt_tokens": -1, "max_tokens": 512}
-    answer = serve(FakeEngine()).post("/v1/completions", json=body)
+    answer = client_of(serve)(prompt="abc", truncate_prompt_tokens=-1, max_tokens=512)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
 
 
 @pytest.mark.parametrize("prompt", ["", [], ["a", ""], [[1], []]])
 def test_an_empty_prompt_is_named(serve, prompt):
-    answer = serve(FakeEngine()).post("/v1/completions", json={"prompt": prompt})
+    answer = client_of(serve)(prompt=prompt)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
 
 
 def test_the_drafts_of_every_step_when_asked_for(serve):
-    client = serve(FakeEngine("hello"))
-    body = {"prompt": "ab", "include_speculation_stats": "detailed"}
-    speculation = client.post("/v1/completions", json=body).json()["speculation"]
+    post = partial(client_of(serve), prompt="ab", include_speculation_stats="detailed")
+    speculation = post().json()["speculation"]
     assert len(speculation["per_step_drafted"]) == speculation["num_steps"]
     assert sum(speculation["per_step_drafted"]) == speculation["num_draft_tokens"]
     assert sum(speculation["per_step_accepted"]) == speculation["num_accepted_tokens"] > 0
-    *_, last = events(client.post("/v1/completions", json=body | {"stream": True}))
+    *_, last = events(post(stream=True))
     assert last["speculation"] == speculation
     for several in ({"n": 2}, {"prompt": ["a", "b"]}):
-        answer = client.post("/v1/completions", json=body | several)
+        answer = post(**several)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "include_speculation_stats"
 
 
 def test_all_events_of_a_stream_have_one_time(serve, monkeypatch):
     clock = itertools.count(1000)
-    client = serve(FakeEngine("hello"))
+    post = client_of(serve)
     monkeypatch.setattr("sametoken.serving.http.completions.time.time", lambda: next(clock))
-    chunks = events(client.post("/v1/completions", json={"prompt": "ab", "stream": True}))
+    chunks = events(post(stream=True))
     assert len(chunks) > 1
     assert len({chunk["created"] for chunk in chunks}) == 1
 
@@ -243,13 +245,11 @@ def test_token_ids_and_prompt_logprobs(serve):
 
 def test_speculation_of_one_request(serve):
     engine = FakeEngine()
-    client = serve(engine)
+    post = client_of(serve, engine)
     for k in (0, 4):
-        body = {"prompt": "x", "speculative": {"num_speculative_tokens": k}}
-        assert client.post("/v1/completions", json=body).status_code == 200
+        assert post(speculative={"num_speculative_tokens": k}).status_code == 200
     assert [params.num_speculative_tokens for _, params in engine.seen] == [0, 4]
-    too_many = {"prompt": "x", "speculative": {"num_speculative_tokens": 5}}
-    error = client.post("/v1/completions", json=too_many).json()["error"]
+    error = post(speculative={"num_speculative_tokens": 5}).json()["error"]
     assert error["param"] == "speculative"
 
 
@@ -264,7 +264,7 @@ def test_requests_are_made_off_the_loop(serve, monkeypatch):
 
     monkeypatch.setattr(engine._inputs, "process_all", watched)
     body = {"prompt": ["x", "y"], "guided_regex": "a+", "bad_words": ["b"]}
-    assert serve(engine).post("/v1/completions", json=body).status_code == 200
+    assert client_of(serve, engine)(**body).status_code == 200
     assert len(threads) == 1
     assert threads[0].startswith("asyncio_")
     assert engine.seen[1][1].structured_outputs.regex == "a+"
@@ -309,7 +309,7 @@ def test_what_a_stream_tells_of_a_prompt_is_made_off_the_loop(serve, monkeypatch
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_not_honoured_is_refused_by_name(serve, body, param, stream):
-    answer = serve().post("/v1/completions", json={"prompt": "x", "stream": stream} | body)
+    answer = client_of(serve)(stream=stream, **body)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
@@ -331,14 +331,13 @@ def test_what_is_not_honoured_is_refused_by_name(serve, body, param, stream):
     ],
 )
 def test_a_known_name_of_another_engine_is_refused_with_the_right_one(serve, field, remedy):
-    answer = serve().post("/v1/completions", json={"prompt": "x", field: 1})
+    answer = client_of(serve)(**{field: 1})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported")
     assert remedy in answer.json()["error"]["message"]
 
 
 def test_the_grammar_backend_that_is_used_may_be_named(serve):
-    body = {"prompt": "x", "guided_decoding_backend": "xgrammar"}
-    assert serve().post("/v1/completions", json=body).status_code == 200
+    assert client_of(serve)(guided_decoding_backend="xgrammar").status_code == 200
 
 
 BROKEN = "((("
@@ -360,15 +359,15 @@ BROKEN = "((("
     ],
 )
 def test_errors_of_the_engine_name_the_field_that_was_sent(serve, body, param):
-    answer = serve().post("/v1/completions", json={"prompt": "x"} | body)
+    answer = client_of(serve)(**body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_log_probabilities_have_a_limit(serve, name):
-    client = serve(max_logprobs=2)
-    assert client.post("/v1/completions", json={"prompt": "x", name: 2}).status_code == 200
-    refused = client.post("/v1/completions", json={"prompt": "x", name: 3})
+    post = client_of(serve, max_logprobs=2)
+    assert post(**{name: 2}).status_code == 200
+    refused = post(**{name: 3})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
     assert "above the 2 of this server" in refused.json()["error"]["message"]
 
@@ -378,21 +377,20 @@ def test_candidates_of_prompts_have_a_limit(serve, asked):
     """They are in each completion, so that one request could take all memory."""
     engine = FakeEngine()
     body = {"prompt": ["x" * 500], "n": 400, "max_tokens": 1} | asked
-    refused = serve(engine, max_completions=400).post("/v1/completions", json=body)
+    refused = client_of(serve, engine, max_completions=400)(**body)
     assert refused.status_code == 400
     assert f"would have {500 * 400 * 21} candidates" in refused.json()["error"]["message"]
     assert not engine.seen
 
 
 def test_options_of_a_stream_need_one(serve):
-    body = {"prompt": "x", "stream_options": {"include_usage": True}}
-    answer = serve().post("/v1/completions", json=body)
+    answer = client_of(serve)(stream_options={"include_usage": True})
     assert answer.json()["error"]["param"] == "stream_options"
 
 
 def test_what_changes_no_token_is_accepted(serve):
-    body = {"prompt": "x", "user": "me", "store": True, "metadata": {"a": "b"}, "suffix": None}
-    assert serve().post("/v1/completions", json=body).status_code == 200
+    body = {"user": "me", "store": True, "metadata": {"a": "b"}, "suffix": None}
+    assert client_of(serve)(**body).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -408,8 +406,7 @@ def test_what_changes_no_token_is_accepted(serve):
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_refusals_of_the_engine(serve, error, status, code, stream, caplog):
-    client = serve(FakeEngine(refuse=error))
-    answer = client.post("/v1/completions", json={"prompt": "x", "stream": stream})
+    answer = client_of(serve, FakeEngine(refuse=error))(stream=stream)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
     assert "secret" not in answer.text
     if status in (429, 503):
@@ -417,19 +414,16 @@ def test_refusals_of_the_engine(serve, error, status, code, stream, caplog):
 
 
 def test_a_failed_request_fails_alone_and_says_so(serve):
-    client = serve(FakeEngine(failed=True))
-    whole = client.post("/v1/completions", json={"prompt": "x"})
+    post = client_of(serve, FakeEngine(failed=True))
+    whole = post()
     assert (whole.status_code, whole.json()["error"]["type"]) == (500, "server_error")
-    (event,) = events(client.post("/v1/completions", json={"prompt": "x", "stream": True}))
+    (event,) = events(post(stream=True))
     assert event["error"]["code"] == "NumericalError"
 
 
 def test_models_that_are_not_here(serve):
-    client = serve(served_model_name=("small", "tiny"))
-    answers = [
-        client.post("/v1/completions", json={"prompt": "x", "model": name})
-        for name in ("tiny", "toy", None)
-    ]
+    post = client_of(serve, served_model_name=("small", "tiny"))
+    answers = [post(model=name) for name in ("tiny", "toy", None)]
     assert [answer.status_code for answer in answers] == [200, 404, 200]
     assert [answers[0].json()["model"], answers[2].json()["model"]] == ["tiny", "small"]
     assert answers[1].json()["error"]["code"] == "model_not_found"

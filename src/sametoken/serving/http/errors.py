@@ -49,6 +49,8 @@ _MESSAGES_TYPES = {
 }
 #: By this text agents know that a shorter conversation may fit.
 _TOO_LONG = "prompt is too long: "
+#: Fields whose refusal Anthropic's clients know by a code, and then go on without the field.
+_MESSAGES_CODES: Mapping[str | None, str] = {"thread": "thread_unsupported_request"}
 #: Temporary errors, which another server or a later retry would not have; the first match counts.
 #: Causes stay in the log: they may name files of this machine.
 _UNAVAILABLE: Mapping[type[SametokenError], tuple[str, str]] = {
@@ -119,7 +121,11 @@ class ApiError(Exception):
         """The body in Anthropic's format."""
         message = _TOO_LONG + self._message if self.code == TOO_LONG else self._message
         kind = _MESSAGES_TYPES.get(self.status, INVALID)
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        error: dict[str, Any] = {"type": kind, "message": message}
+        if self.param in _MESSAGES_CODES:
+            code = _MESSAGES_CODES[self.param]
+            error["details"] = {"error_code": code, "unsupported": [self.param]}
+        return {"type": "error", "error": error}
 
     def response(self, path: str = "", headers: Mapping[str, str] | None = None) -> JSONResponse:
         """The complete response.

@@ -402,6 +402,16 @@ def test_what_cannot_be_is_refused(serve, body, told):
     assert told in answer.json()["error"]["message"]
 
 
+def test_a_tool_runner_learns_that_nothing_is_stored(serve):
+    """By this code the SDK's runner sends the whole conversation instead."""
+    error = post(serve, "never", thread={"type": "create"}).json()["error"]
+    assert "thread is not supported" in error["message"]
+    assert error["details"] == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
+
+
 def test_errors_have_the_form_of_their_path(serve):
     key = {"x-api-key": "right"}
     client = serve(

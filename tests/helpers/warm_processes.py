@@ -42,7 +42,7 @@ def install() -> None:
 
 
 class WarmProcess(subprocess.Popen):
-    """``python -m MODULE FD ...``, forked where it would import the same."""
+    """``python -P -m MODULE FD ...``, forked where it would import the same."""
 
     def _execute_child(self, args, executable, preexec, close_fds, pass_fds, cwd, env, *others):
         server = _server()
@@ -54,7 +54,7 @@ class WarmProcess(subprocess.Popen):
         # Its ends of pipes; without one, that of this process.
         given = (others[3], others[6], others[8])
         streams = [number if end == -1 else end for number, end in enumerate(given)]
-        self.pid = server.fork(args[2], env or os.environ, *streams, *pass_fds)
+        self.pid = server.fork(args[args.index("-m") + 1], env or os.environ, *streams, *pass_fds)
         self._child_created = True
         self._close_pipe_fds(*others[3:9])
 

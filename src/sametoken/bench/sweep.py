@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from sametoken.bench.documents import read_json, write_json
 from sametoken.bench.names import EngineNames
 from sametoken.bench.sweep_spec import Cell, Sweep
 from sametoken.errors import ConfigError
-from sametoken.io.child_process import status_text
+from sametoken.io.child_process import module_command, module_environment, status_text
 from sametoken.io.files import DirectoryLock, make_directory
 
 DONE, FAILED = "done", "failed"
@@ -144,10 +143,11 @@ def launch_engine(directory: Path, cells: Sequence[Cell]) -> tuple[str | None, s
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
         subprocess.Popen(
-            [sys.executable, "-m", _CHILD],
+            module_command(_CHILD),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
+            env=module_environment(),
             text=True,
         ) as child,
     ):

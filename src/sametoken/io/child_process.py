@@ -75,13 +75,26 @@ def _run(module: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
         # A new interpreter: forking a process with threads is unsafe, and multiprocessing's spawn
         # would run the user's main module again.
         return subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, fds)],
+            [*module_command(module), *map(str, fds)],
             stdin=subprocess.DEVNULL,
             pass_fds=fds,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=module_environment(),
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def module_command(module: str) -> list[str]:
+    """Runs a module in a new interpreter.
+
+    Without ``-P`` it would import files of the current directory, which may be a checkpoint's.
+    """
+    return [sys.executable, "-P", "-m", module]
+
+
+def module_environment() -> dict[str, str]:
+    """The environment in which a new interpreter imports from where this one does."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)}
 
 
 def ignore_signals() -> None:

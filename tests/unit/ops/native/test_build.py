@@ -145,6 +145,23 @@ def test_without_a_compiler_the_reference_serves_and_says_so(monkeypatch, caplog
 
 
 @pytest.mark.usefixtures("fresh_loader")
+@pytest.mark.parametrize(
+    ("named", "why"), [("cc '", "No closing quotation"), ("{}", "exec format error")]
+)
+def test_the_reference_serves_beside_a_compiler_that_is_no_program(
+    cache, tmp_path, monkeypatch, caplog, named, why
+):
+    monkeypatch.delenv("SAMETOKEN_KERNELS", raising=False)
+    text = tmp_path / "cc"
+    text.write_text("no program\n")
+    text.chmod(0o755)
+    monkeypatch.setenv("CC", named.format(text))
+    with caplog.at_level(logging.WARNING):
+        assert select_kernels(CPU).name == "reference"
+    assert f"({why})" in caplog.text
+
+
+@pytest.mark.usefixtures("fresh_loader")
 def test_native_on_demand_needs_a_compiler(monkeypatch):
     monkeypatch.setenv("SAMETOKEN_KERNELS", "native")
     monkeypatch.setenv("CC", "/nonexistent/cc")

@@ -168,7 +168,8 @@ def _compile(recipe: Recipe, compiler: Sequence[str], scratch: Path) -> Path:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # Messages quote names of files, which may be no text.
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         raise UnsupportedError(
             f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}",

@@ -77,6 +77,12 @@ def test_a_failing_compiler_is_quoted(cache, tmp_path):
     assert list(cache.iterdir()) == []
 
 
+def test_a_message_in_another_encoding_is_quoted(cache, tmp_path):
+    compiler = script(tmp_path / "cc", r"printf 'caf\351: no space left' >&2; exit 1")
+    with pytest.raises(UnsupportedError, match="caf\ufffd: no space left"):
+        build(RECIPES[0], compiler)
+
+
 BUILD = """
 import sys, threading
 from sametoken.io.child_process import Inbox, take_socket

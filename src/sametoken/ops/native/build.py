@@ -157,19 +157,32 @@ def _compile(recipe: Recipe, compiler: Sequence[str], scratch: Path) -> Path:
     }
     with ThreadPoolExecutor() as pool:
         compiling = [
-            pool.submit(_run, [*compiler, *FLAGS, *recipe.compile_flags, "-c", source, "-o", made])
+            pool.submit(
+                _run,
+                [*compiler, *FLAGS, *recipe.compile_flags, "-c", source, "-o", made],
+                scratch,
+            )
             for made, source in objects.items()
         ]
         for one in compiling:
             one.result()
     finished = scratch / "kernels.so"
-    _run([*compiler, "-shared", *objects, *recipe.link_flags, "-lm", "-o", str(finished)])
+    link = [*compiler, "-shared", *objects, *recipe.link_flags, "-lm", "-o", str(finished)]
+    _run(link, scratch)
     return finished
 
 
-def _run(command: list[str]) -> None:
-    # Messages quote names of files, which may be no text.
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+def _run(command: list[str], scratch: Path) -> None:
+    """Run the compiler, whose own files are in ``scratch`` too: elsewhere there may be no room."""
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        # Messages quote names of files, which may be no text.
+        errors="replace",
+        env=os.environ | {"TMPDIR": str(scratch)},
+        check=False,
+    )
     if done.returncode:
         raise UnsupportedError(
             f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}",

@@ -83,6 +83,16 @@ def test_a_message_in_another_encoding_is_quoted(cache, tmp_path):
         build(RECIPES[0], compiler)
 
 
+def test_the_compiler_s_own_files_are_in_the_cache_too(cache, tmp_path, monkeypatch):
+    """Elsewhere there may be no room, or nothing may be written."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "full"))
+    compiler = script(tmp_path / "cc", f"echo $TMPDIR >> {tmp_path}/places; exit 1\n")
+    with pytest.raises(UnsupportedError):
+        build(RECIPES[0], compiler)
+    (place,) = set((tmp_path / "places").read_text().splitlines()[1:])
+    assert Path(place).parent == cache
+
+
 BUILD = """
 import sys, threading
 from sametoken.io.child_process import Inbox, take_socket

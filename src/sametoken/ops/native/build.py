@@ -22,10 +22,13 @@ from sametoken.io.cache_directory import (
     untrusted_reason,
 )
 from sametoken.io.child_process import temporary_directory
+from sametoken.types.units import in_units
 
 logger = logging.getLogger(__name__)
 
 SOURCE_DIRECTORY = Path(__file__).parent
+#: Bytes that a build takes at most, with the compiler's own files.
+_ROOM = 1 << 22
 #: Contraction is off, so that every rounding is explicit in the source (batch invariance).
 FLAGS = (
     "-O3",
@@ -97,6 +100,7 @@ def build(recipe: Recipe, compiler: Sequence[str]) -> Path:
         _require_executable(directory)
         if cached := _cached(directory, stem):
             return cached
+        _require_room(directory)
         logger.info("compiling the CPU kernels (%s) into %s", recipe.name, directory)
         with temporary_directory(directory, ".build-") as scratch:
             finished = _compile(recipe, compiler, Path(scratch))
@@ -126,6 +130,18 @@ def _require_executable(directory: Path) -> None:
         raise UnsupportedError(
             f"CPU kernels cannot be loaded from {directory}: its file system is mounted noexec",
             f"set {CACHE_VARIABLE} to a directory of another file system",
+        )
+
+
+def _require_room(directory: Path) -> None:
+    """Refuse a full file system, which each recipe would find after a minute of compiling."""
+    found = os.statvfs(directory)
+    free = found.f_bavail * found.f_frsize
+    # Some network file systems tell no sizes.
+    if found.f_blocks and free < _ROOM:
+        raise UnsupportedError(
+            f"CPU kernels take {in_units(_ROOM)} in {directory}, which has {in_units(free)} left",
+            f"make room, or set {CACHE_VARIABLE} to a directory of another file system",
         )
 
 

@@ -143,6 +143,15 @@ def test_a_cache_that_runs_no_code_is_named_before_anything_is_compiled(
     assert not (tmp_path / "cc.log").exists()
 
 
+def test_a_full_cache_is_named_before_anything_is_compiled(cache, tmp_path, monkeypatch):
+    compiler = fake_compiler(tmp_path / "cc")
+    found = SimpleNamespace(f_flag=0, f_blocks=4096, f_bavail=100, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: found)
+    with pytest.raises(UnsupportedError, match=r"which has 400.0 KiB left\. Make room"):
+        build(RECIPES[0], compiler)
+    assert not (tmp_path / "cc.log").exists()
+
+
 def test_the_compiler_may_carry_arguments(monkeypatch, tmp_path):
     (command,) = script(tmp_path / "my cc", "exit 0\n")
     monkeypatch.setenv("CC", f"'{command}' -m64")

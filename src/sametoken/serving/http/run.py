@@ -112,6 +112,9 @@ class DrainingServer(uvicorn.Server):
         # Otherwise clients would be cut off in mid-response, after ``_LAST_SECONDS``.
         self._engine.end_requests()
         await super().shutdown(sockets)
+        if self.force_exit:
+            # uvicorn leaves the application running, and logs a traceback of its end.
+            await self.lifespan.shutdown()
 
     def _connection(self) -> Connection:
         state = self.lifespan.state

@@ -77,6 +77,17 @@ async def test_a_second_signal_or_sigint_waits_for_nobody(signals):
     assert server.interrupted == (signal.SIGINT in signals)
 
 
+def test_a_second_signal_leaves_no_traceback(capsys):
+    async def end_at_once() -> None:
+        server, task, _ = await started(FakeEngine())
+        for _ in range(2):
+            server.handle_exit(signal.SIGINT, None)
+        await asyncio.wait_for(task, 10)
+
+    asyncio.run(end_at_once())
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("begun", [b"", b'{"prompt"'])
 async def test_a_body_that_has_not_come_in_whole_is_not_waited_for(begun, caplog):
     server, task, url = await started(FakeEngine())

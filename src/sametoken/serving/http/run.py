@@ -6,6 +6,9 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
@@ -44,7 +47,8 @@ def run(
     """Load the model, then serve it at ``listener`` until a signal.
 
     After SIGTERM requests may finish within ``drain_timeout`` seconds, while new ones and
-    ``/ready`` get status 503. SIGINT, or a second SIGTERM, ends the server at once.
+    ``/ready`` get status 503. SIGINT, or a second SIGTERM, ends the server at once, and so does a
+    SIGTERM while the model loads.
 
     Returns:
         Whether SIGINT ended it.
@@ -55,7 +59,18 @@ def run(
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("sametoken").setLevel(config.log_level.upper())
     raise_descriptor_limit()
-    return asyncio.run(_serve(engine_config, limits, config, listener))
+    with _ended_by_sigterm():
+        return asyncio.run(_serve(engine_config, limits, config, listener))
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM, which process 1 of a container ignores, ends this one unless a server drains."""
+    before = signal.signal(signal.SIGTERM, lambda *received: sys.exit(0))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class DrainingServer(uvicorn.Server):

@@ -157,6 +157,24 @@ def test_sigint_just_before_the_server_runs_leaves_no_traceback(monkeypatch, cap
     assert capsys.readouterr().err == ""
 
 
+def test_sigterm_ends_a_server_that_still_loads(monkeypatch):
+    async def start(config, limits):
+        signal.raise_signal(signal.SIGTERM)
+        pytest.fail("it went on loading")
+
+    monkeypatch.setattr(run.AsyncLLM, "start", start)
+    monkeypatch.setattr(run, "raise_descriptor_limit", lambda: None)
+    monkeypatch.setattr(logging.getLogger("sametoken"), "setLevel", lambda level: None)
+    # Process 1 of a container ignores a signal that it does not handle.
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with bind(CONFIG) as listener, pytest.raises(SystemExit) as ended:
+            run.run(EngineConfig(), ServingLimits(), CONFIG, listener)
+    finally:
+        assert signal.signal(signal.SIGTERM, before) == signal.SIG_IGN
+    assert ended.value.code == 0
+
+
 async def test_clients_can_connect_once_the_log_says_that_the_server_started(caplog):
     config = replace(CONFIG, log_level="info")
     engine = DrainedEngine()

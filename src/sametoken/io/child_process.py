@@ -77,6 +77,9 @@ def _run(module: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [*module_command(module), *map(str, fds)],
             stdin=subprocess.DEVNULL,
+            # Where this process began without one, the child's next file would take its place.
+            stdout=None if sys.__stdout__ else subprocess.DEVNULL,
+            stderr=None if sys.__stderr__ else subprocess.DEVNULL,
             pass_fds=fds,
             env=module_environment(),
         )

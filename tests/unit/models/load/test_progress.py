@@ -53,3 +53,10 @@ def test_a_terminal_sees_all_bytes_in_the_dtype_of_memory(checkpoint, monkeypatc
 @pytest.mark.parametrize(("is_terminal", "leads"), [(False, True), (True, False)])
 def test_a_pipe_and_a_following_rank_show_nothing(checkpoint, monkeypatch, is_terminal, leads):
     assert read_all(checkpoint, monkeypatch, is_terminal=is_terminal, leads=leads) == ""
+
+
+def test_a_process_without_stderr_shows_nothing(checkpoint, monkeypatch):
+    monkeypatch.setattr("sys.stderr", None)
+    source = open_weights(checkpoint)
+    with shown_while_read(source, torch.bfloat16, leads=True) as watched:
+        assert watched is source

@@ -82,6 +82,7 @@ def resolve_model(
         raise ConfigError("the name of a model is empty", "give a path, a short name or a hub id")
     path = expanded(name)
     if _exists(path):
+        _require_text(path)
         if needed is not Needed.TOKENIZER:
             _require_whole(path)
         return path
@@ -127,6 +128,7 @@ def resolve_adapter(name: str, announce: Callable[[str], None]) -> Path:
         raise ConfigError("the name of an adapter is empty", "give a path or a hub id")
     path = expanded(name)
     if _exists(path):
+        _require_text(path)
         _require_whole(path)
         return path
     hint, hub_id = partial(_hint, name, path), HubId.parse(name)
@@ -168,6 +170,22 @@ def _exists(path: Path) -> bool:
             f"{shown(str(path))} cannot be looked up ({in_words(error)})",
             "check the name, and the permissions of its folders",
         ) from error
+
+
+def _require_text(path: Path) -> None:
+    """Refuse a directory whose name is not UTF-8: of its files GGUF's readers alone take it.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        if path.is_dir() and not any(path.glob("*.gguf")):
+            raise CheckpointError(
+                f"the name {str(path)!r} is not UTF-8, and its files cannot be read by it",
+                "rename it, or give a link to it",
+            ) from error
 
 
 def _require_whole(path: Path) -> None:

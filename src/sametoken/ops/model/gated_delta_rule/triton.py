@@ -29,6 +29,9 @@ from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 # Parts of a column of the state that are summed apart, and the most elements that a thread loads.
 _PARTS, _TOGETHER = tl.constexpr(8), tl.constexpr(4)
+# Triton deals a tensor's axes out to threads, after that of neighbours in memory, from the last one
+# on; before 3.7 from the first one on.
+_LAST_FIRST = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7))
 # Threads of a warp.
 _THREADS = tl.constexpr(32)
 
@@ -87,10 +90,18 @@ def _columns(first_warp, V: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constex
 
 
 @triton.jit
+def _dealt(state):
+    """Axes in the order that gives columns and lanes to threads and WARPS to warps, and back."""
+    if _LAST_FIRST:
+        state = tl.permute(state, (0, 5, 4, 3, 2, 1))
+    return state
+
+
+@triton.jit
 def _add_product(factor, total, a, b):
     """Add a product to the running sum factor * total with one rounding."""
-    # Not the number 1.0, which Triton 3.8 takes for no value.
-    return tl.full((), 1.0, tl.float32), tl.fma(a, b, factor * total)
+    # Not the number 1.0, which is no tensor to Triton 3.8.
+    return tl.zeros_like(total) + 1.0, tl.fma(a, b, factor * total)
 
 
 @triton.jit
@@ -145,9 +156,9 @@ def _advance_tile(
     slot, first_row, num_rows, stop_row, num_folded, num_lasting, empty, broken = facts(field)
     # Offsets from one base address, so that a thread keeps no address per element.
     at_once = key * DV + value[:, :, :, None, None, None]
-    state_at = states + (slot * HV + head) * DK * DV + at_once
-    exists = inside & (empty == 0) & (num_rows > 0)
-    state = tl.load(state_at, exists, other=0.0, cache_modifier=".cg")
+    state_at = _dealt(states + (slot * HV + head) * DK * DV + at_once)
+    exists = _dealt(inside & (empty == 0) & (num_rows > 0))
+    state = _dealt(tl.load(state_at, exists, other=0.0, cache_modifier=".cg"))
     # No other kernel writes the layer's states between ``plan_runs``, a PDL barrier, and here.
     gdc_wait(PDL)
 
@@ -173,7 +184,7 @@ def _advance_tile(
         tl.store(out + (t - num_folded) * HV * DV, read, is_stored & is_new)
         state = tl.fma(k, delta[:, :, :, None, None, None], decay * state)
         if t + 1 == num_lasting:
-            tl.store(state_at, state, inside)
+            tl.store(state_at, _dealt(state), _dealt(inside))
 
     fill_dead(out, num_rows, (stop_row - first_row).to(tl.int32), broken, is_stored, HV * DV)
 

@@ -331,7 +331,7 @@ def interpreted(seed: int = 0, *, also: ModuleType | None = None) -> Iterator[In
     )  # fmt: skip
     stand_ins = {
         "gl": gluon, "tl": gluon, "mbarrier": barriers, "load_box": interpreter.load_box,
-        "async_copy": copies,
+        "async_copy": copies, "copy_to_shared": interpreter.copies.begin,
         "cuda": SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None),
         "warpgroup_mma": interpreter.multiply, "warpgroup_mma_wait": interpreter.end_products,
         "fence_async_shared": interpreter.fence, "barrier": interpreter.meet,

@@ -131,8 +131,11 @@ class _EachOnce(AsyncCompileMode):  # type: ignore[misc]
     def __init__(self, recorded: _Recorded) -> None:
         super().__init__(recorded, ignore_errors=True)
 
-    def submit(self, key: str, compile_fn: Callable, finalize_fn: Callable) -> Any:
-        compiled = super().submit(key, compile_fn, finalize_fn)
+    def submit(
+        self, key: str, compile_fn: Callable, finalize_fn: Callable, *cleanup_fn: Callable
+    ) -> Any:
+        # Triton 3.9 has a function that forgets a kernel which did not compile.
+        compiled = super().submit(key, compile_fn, finalize_fn, *cleanup_fn)
         # Launches find it from now on, those of other threads wait for it; at the end the kernel
         # takes its place.
         finalize_fn(compiled)

@@ -10,11 +10,13 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-# Names that later Tritons changed: two in 3.9, one in 3.7.
+# Names that later Tritons changed: three in 3.9, one in 3.7.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 if not hasattr(gl.shared_memory_descriptor, "_reinterpret"):
     gl.shared_memory_descriptor._reinterpret = gl.shared_memory_descriptor.reinterpret

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from sametoken.ops.hopper_layouts import barrier
+from sametoken.ops.hopper_layouts import barrier, copy_to_shared
 from sametoken.ops.model.recurrent.runs import (
     BROKEN,
     EMPTY,
@@ -65,7 +65,7 @@ def _copy_columns(memory, prepared, first, end, WIDTH: gl.constexpr):
     row = first + gl.arange(0, GROUP, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     column = gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     at = prepared + row * WIDTH + column
-    async_copy.async_copy_global_to_shared(memory, at, mask=(row < end) & (column < COUNT))
+    copy_to_shared(memory, at, mask=(row < end) & (column < COUNT))
 
 
 @gluon.jit

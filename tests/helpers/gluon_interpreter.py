@@ -265,7 +265,7 @@ def language(interpreter: Interpreter) -> SimpleNamespace:
         inline_asm_elementwise=lambda code, constraints, words, **_: evaluated(code, words),
         reshape=lambda values, shape: values.reshape(shape),
         permute=lambda values, order: values.permute(order),
-        thread_barrier=interpreter.meet,
+        thread_barrier=interpreter.meet, to_tensor=lambda value: value,
         convert_layout=lambda values, layout, **_: values,
         exp=_in_double(torch.exp), exp2=_in_double(torch.exp2),
         max=lambda values, axis: extreme(values, axis, -1),

@@ -73,7 +73,8 @@ ROW_KEYS = gl.constexpr(_keys_layout(LANES.value))
 @gluon.jit
 def _add_products(k_factor, k_total, q_factor, q_total, a, k, b, q):
     """Add products to two running sums factor * total, each with one rounding."""
-    return 1.0, gl.fma(a, k, k_factor * k_total), 1.0, gl.fma(b, q, q_factor * q_total)
+    one = gl.to_tensor(1.0)
+    return one, gl.fma(a, k, k_factor * k_total), one, gl.fma(b, q, q_factor * q_total)
 
 
 @gluon.jit

@@ -125,7 +125,7 @@ def softplus(x):
 def sigmoid(x):
     """1 / (1 + exp(-x))."""
     # 1 / y as the square of rsqrt(y): cheaper than a division, which handles all ranges.
-    root = tl.rsqrt(1.0 + tl.exp2(-_LOG2_E * x))
+    root = tl.rsqrt(1.0 + tl.exp2(x * -_LOG2_E))
     return root * root
 
 

@@ -21,8 +21,11 @@ load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 if not hasattr(gl.shared_memory_descriptor, "_reinterpret"):
     gl.shared_memory_descriptor._reinterpret = gl.shared_memory_descriptor.reinterpret
 
+#: Major and minor.
+TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+
 #: Whether a view of shared memory may reach beyond what it is a view of; Triton 3.8 refuses it.
-VIEWS_REACH_FURTHER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
+VIEWS_REACH_FURTHER = TRITON_VERSION < (3, 8)
 
 
 @gluon.constexpr_function

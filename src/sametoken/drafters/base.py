@@ -39,7 +39,7 @@ class Drafts:
 
 
 class Drafter(Protocol):
-    """Proposes drafts after each step, starting at the committed length.
+    """Proposes drafts after each step, starting at the committed length; by default without KV.
 
     Attributes:
         kv_caches: the drafter's KV memory, addressed by the slots' block tables; swapped out and
@@ -49,9 +49,9 @@ class Drafter(Protocol):
             cache keys cover that many more tokens.
     """
 
-    kv_caches: tuple[ModelCache, ...]
-    lookahead_slots: int
-    lookahead_tokens: int
+    kv_caches: tuple[ModelCache, ...] = ()
+    lookahead_slots: int = 0
+    lookahead_tokens: int = 0
 
     def propose(self, context: DraftContext) -> Drafts:
         """Propose drafts for every request; requests that do not sample must get 0.
@@ -62,12 +62,8 @@ class Drafter(Protocol):
         ...
 
 
-class NoDrafter:
+class NoDrafter(Drafter):
     """Plain decoding: the same step with k = 0."""
-
-    kv_caches: tuple[ModelCache, ...] = ()
-    lookahead_slots = 0
-    lookahead_tokens = 0
 
     def propose(self, context: DraftContext) -> Drafts:
         """No drafts for any request."""

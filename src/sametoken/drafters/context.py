@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
 from sametoken.models.base import HiddenStates
 from sametoken.ops.backend import Kernels
 from sametoken.ops.step.types import CatchUp, Chains, StepInputs, StepOps
+from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 
 Found = TypeVar("Found")
@@ -89,31 +90,17 @@ class DraftContext:
         return find(self.sequences.token_ids, self.slots, self.num_tokens)
 
 
-class SamplingView(Protocol):
-    """The sampling parameters that a drafter may read."""
-
-    @property
-    def temperature(self) -> Tensor:
-        """[S] fp32, 0 for greedy requests."""
-        ...
-
-    @property
-    def seed(self) -> Tensor:
-        """[S] int64, key of the request's noise."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Coupling:
     """Keyed sampling with the target's noise.
 
     Attributes:
         sample: ``Kernels.sample`` of the target's backend.
-        parameters: the slots' parameters, read at every call.
+        table: the slots' parameters, read at every call.
     """
 
     sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
-    parameters: SamplingView
+    table: SamplingTable
 
     def choose(
         self, logits: Tensor, slots: Tensor, positions: Tensor, token_ids: Tensor | None = None
@@ -127,5 +114,5 @@ class Coupling:
             token_ids: [V'] int64, ascending: the target's token of each column; None: column i
                 is token i.
         """
-        temperature, seed = self.parameters.temperature, self.parameters.seed
+        temperature, seed = self.table.temperature, self.table.seed
         return self.sample(logits, temperature, seed, positions, token_ids, slots)

@@ -7,22 +7,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sametoken.drafters.base import Drafts
+from sametoken.drafters.base import Drafter, Drafts
 from sametoken.drafters.context import DraftContext
-from sametoken.state.caches import ModelCache
 
 
-class LookupDrafter:
+class LookupDrafter(Drafter):
     """Copies the continuation of an earlier occurrence of the sequence's last tokens.
 
     Args:
         find: a search of ``ops.lookup`` with its options, as ``DraftContext.search`` calls it;
             its result is as in ``Drafts``.
     """
-
-    kv_caches: tuple[ModelCache, ...] = ()
-    lookahead_slots = 0
-    lookahead_tokens = 0
 
     def __init__(self, find: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         self._find = find

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sametoken.drafters.base import Drafts, NoDrafter, stacked_drafts
+from sametoken.drafters.base import Drafter, Drafts, NoDrafter, stacked_drafts
 from sametoken.drafters.context import Coupling, DraftContext
 from sametoken.models.heads.state_head import StateHead
-from sametoken.state.caches import ModelCache
 
 
-class StateDrafter:
+class StateDrafter(Drafter):
     """Starts each chain at the target's state at ``end - 1``, which gave the newest token.
 
     That row is a request's last accepted one. It is sampled, so no other states are wanted. Every
@@ -22,10 +21,6 @@ class StateDrafter:
         k: drafts per step.
         coupling: chooses tokens.
     """
-
-    kv_caches: tuple[ModelCache, ...] = ()
-    lookahead_slots = 0
-    lookahead_tokens = 0
 
     def __init__(self, head: StateHead, k: int, coupling: Coupling) -> None:
         self._head = head

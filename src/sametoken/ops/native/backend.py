@@ -28,12 +28,12 @@ from sametoken.ops.native.recurrent import NativePass
 from sametoken.ops.native.weights import (
     PanelWeight,
     QuantizedWeight,
+    gated,
     is_bf16,
     pack_fp8,
     pack_int4,
     pack_integers,
     require,
-    silu_mul,
 )
 from sametoken.ops.reference import ComposedKernels
 from sametoken.ops.weight import Fp8Matrix, Int4Matrix, IntegerMatrix, Weight
@@ -126,7 +126,7 @@ class NativeKernels(LatentOperations, ComposedKernels):
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return silu_mul(self._library, gate_up)
+        return gated(self._library.silu_mul, gate_up)
 
     def relu_squared(self, x: Tensor) -> Tensor:
         require(x, x.dtype)
@@ -163,20 +163,10 @@ class NativeKernels(LatentOperations, ComposedKernels):
         return out
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        require(gate_up, gate_up.dtype)
-        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = gate_up.new_empty(rows, size)
-        bf16 = is_bf16(gate_up)
-        self._library.gelu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size, bf16)
-        return out
+        return gated(self._library.gelu_mul, gate_up)
 
     def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-        require(gate_up, gate_up.dtype)
-        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out, bf16 = gate_up.new_empty(rows, size), is_bf16(gate_up)
-        addresses = gate_up.data_ptr(), out.data_ptr()
-        self._library.clamped_swiglu(*addresses, rows, size, alpha, limit, bf16)
-        return out
+        return gated(self._library.clamped_swiglu, gate_up, alpha, limit)
 
     def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
         require(logits, torch.float32)

@@ -13,7 +13,7 @@ from sametoken.ops.backend import AttentionRows, QueryRows
 from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape, LayerLatent
 from sametoken.ops.native.library import NativeLibrary, WeightMemory
-from sametoken.ops.native.weights import require
+from sametoken.ops.native.weights import is_bf16, require
 
 MAX_WIDTH = 1024
 
@@ -72,7 +72,7 @@ class PanelHeadWeights:
             k,
             *x.stride()[:2],
             *out.stride()[:2],
-            self.dtype is torch.bfloat16,
+            is_bf16(x),
         )
 
 
@@ -129,8 +129,8 @@ class LatentOperations:
             latent.stride(0),
             *out.stride()[:2],
             e4m3,
-            q.dtype is torch.bfloat16,
-            rotary.weight.dtype is torch.bfloat16,
+            is_bf16(q),
+            is_bf16(rotary.weight),
             rotary.interleaved,
         )
 
@@ -167,7 +167,7 @@ class LatentOperations:
             0,
             e4m3,
             scale,
-            q.dtype is torch.bfloat16,
+            is_bf16(q),
         )
         if not done:
             raise MemoryError(f"no memory for the attention of {t} rows")
@@ -179,11 +179,11 @@ def _packed(
 ) -> PanelHeadWeights:
     """[H, N, K] packed in the bytes that ``take`` gives."""
     heads, n, k = weight.shape
-    is_bf16 = weight.dtype is torch.bfloat16
-    size = library.packed_bytes(n, k, is_bf16)
+    bf16 = is_bf16(weight)
+    size = library.packed_bytes(n, k, bf16)
     panels = take(heads * size)
     for head, matrix in enumerate(weight.contiguous()):
-        library.pack(matrix.data_ptr(), panels[head * size :].data_ptr(), n, k, is_bf16)
+        library.pack(matrix.data_ptr(), panels[head * size :].data_ptr(), n, k, bf16)
     return PanelHeadWeights(library, panels, (heads, n, k), weight.dtype)
 
 
@@ -206,5 +206,3 @@ def _require_rows(dtype: torch.dtype, *tensors: Tensor) -> None:
     for tensor in tensors:
         if tensor.dtype is not dtype or (tensor.numel() and tensor.stride(-1) != 1):
             raise InvariantError(f"a kernel needs rows of {dtype}, got {tensor.dtype}")
-    if dtype not in (torch.bfloat16, torch.float32):
-        raise UnsupportedError(f"the CPU kernels have no {dtype}", "use bfloat16 or float32")

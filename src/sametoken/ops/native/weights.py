@@ -75,7 +75,7 @@ class PanelWeight:
         return out
 
     def gated_matmul(self, x: Tensor) -> Tensor:
-        return silu_mul(self.library, self.matmul(x))
+        return gated(self.library.silu_mul, self.matmul(x))
 
     def rows(self, token_ids: Tensor) -> Tensor:
         t, n, k = token_ids.shape[0], self.out_features, self.in_features
@@ -157,7 +157,7 @@ class QuantizedWeight:
         return out
 
     def gated_matmul(self, x: Tensor) -> Tensor:
-        return silu_mul(self.library, self.matmul(x))
+        return gated(self.library.silu_mul, self.matmul(x))
 
     def rows(self, token_ids: Tensor) -> Tensor:
         t, n = token_ids.shape[0], self.out_features
@@ -289,12 +289,12 @@ def _rounding(rounding: Rounding | None) -> tuple[int, float]:
     return (_BY_GROUP if rounding.grouped else _BY_ROW), 0.0
 
 
-def silu_mul(library: NativeLibrary, gate_up: Tensor) -> Tensor:
-    """See ``activation.silu_mul``."""
+def gated(function: Callable[..., None], gate_up: Tensor, *limits: float) -> Tensor:
+    """[T, 2I] = [gate | up] -> [T, I], by a function of C that may have limits of its own."""
     t, width = gate_up.shape
     require(gate_up, gate_up.dtype)
-    out = torch.empty((t, width // 2), dtype=gate_up.dtype)
-    library.silu_mul(gate_up.data_ptr(), out.data_ptr(), t, width // 2, is_bf16(gate_up))
+    out, bf16 = gate_up.new_empty(t, width // 2), is_bf16(gate_up)
+    function(gate_up.data_ptr(), out.data_ptr(), t, width // 2, *limits, bf16)
     return out
 
 

@@ -270,17 +270,17 @@ def resolve_steps(
         device: where they run.
         num_aux_layers: layers whose inputs the drafter reads.
     """
-    models, stored = (target, head), kv_dtype(config, dtype)
-    caches, longest = stored_in(target.caches, stored), resolve_max_model_len(config, target.config)
-    num_expanded = most_expanded(models, device)
-    mixing = most_mixing(models, config, dtype, device, longest, stored=stored)
-    sizes = (
-        num_aux_layers,
-        num_expanded,
-        mixing,
-        most_adapted(target, experts_per_row(target.config), device),
-    )
-    return StepMemory.of(config, target.config, caches, dtype, *sizes)
+    models, stored, sizes = (target, head), kv_dtype(config, dtype), dict[str, int]()
+    # A CPU widens elements in registers, and mixes and adapts row by row.
+    if device.type != "cpu":
+        longest = resolve_max_model_len(config, target.config)
+        sizes = {
+            "num_expanded": most_expanded(models),
+            "mixing": most_mixing(models, config, dtype, device, longest, stored=stored),
+            "adapted": most_adapted(target, experts_per_row(target.config)),
+        }
+    caches = stored_in(target.caches, stored)
+    return StepMemory.of(config, target.config, caches, dtype, num_aux_layers, **sizes)
 
 
 def resolve_kv_bytes(

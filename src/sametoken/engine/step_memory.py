@@ -76,7 +76,7 @@ class StepMemory:
         caches: tuple[LayerCache, ...],
         dtype: torch.dtype,
         num_aux_layers: int,
-        num_expanded: int,
+        num_expanded: int = 0,
         mixing: int = 0,
         adapted: int = 0,
     ) -> StepMemory:
@@ -129,15 +129,12 @@ class StepMemory:
         return rows
 
 
-def most_expanded(node: object, device: torch.device) -> int:
-    """Elements of the largest matrix that products of many rows expand, one at a time.
+def most_expanded(node: object) -> int:
+    """Elements of the largest matrix that products of many rows expand on a GPU, one at a time.
 
     Args:
         node: models and heads, nested in any way.
-        device: where they run; a CPU widens elements in registers.
     """
-    if device.type == "cpu":
-        return 0
     if isinstance(node, ExpandedWeight):
         return node.num_expanded
     if isinstance(node, SeparateExperts):
@@ -145,7 +142,7 @@ def most_expanded(node: object, device: torch.device) -> int:
         return 0
     # Rows of an embedding are looked up.
     parts = (child for name, child in children_of(node) if name != "embedding")
-    return max((most_expanded(part, device) for part in parts), default=0)
+    return max(map(most_expanded, parts), default=0)
 
 
 def experts_per_row(model: ModelConfig) -> int:
@@ -154,20 +151,17 @@ def experts_per_row(model: ModelConfig) -> int:
     return experts if isinstance(experts, int) else 0
 
 
-def most_adapted(node: object, chosen: int, device: torch.device) -> int:
+def most_adapted(node: object, chosen: int) -> int:
     """The most bytes of a row that adapters need beside a product on a GPU.
 
     Args:
         node: models, nested in any way.
         chosen: as ``experts_per_row`` counts them.
-        device: where they run.
     """
-    if device.type == "cpu":
-        return 0
     own = node.update.row_bytes if isinstance(node, AdaptedWeight) else 0
     if isinstance(node, AdaptedExperts):
         own = node.pair_bytes * chosen
-    return max(own, *(most_adapted(child, chosen, device) for _, child in children_of(node)), 0)
+    return max(own, *(most_adapted(child, chosen) for _, child in children_of(node)), 0)
 
 
 def widened_bytes(node: object) -> int:
@@ -204,8 +198,6 @@ def most_mixing(
         max_len: tokens of the longest request.
         stored: dtype of keys and values in memory.
     """
-    if device.type == "cpu":
-        return 0
     launches = _launches(config, max_len)
 
     def bytes_of(mixer: Mixer) -> int:

@@ -23,7 +23,7 @@ from sametoken.config import EngineConfig
 from sametoken.engine import step_memory
 from sametoken.engine.build import build_engine
 from sametoken.engine.build_gpu import captured_shapes, eager_shapes
-from sametoken.engine.resolve import GPU_RESERVE_BYTES, resolve_kv_bytes
+from sametoken.engine.resolve import GPU_RESERVE_BYTES, resolve_kv_bytes, resolve_steps
 from sametoken.engine.step_memory import (
     StepMemory,
     most_adapted,
@@ -260,8 +260,7 @@ def test_a_step_that_does_not_fit_is_refused_with_one_that_does(monkeypatch):
 def test_the_largest_matrix_in_four_bits_that_products_expand_is_counted(tmp_path, monkeypatch):
     sizes = SIZES | {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 128}
     _, copy = write_with_lm_head(tmp_path, 0, W4A16, **sizes)
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    kernels = TritonKernels(GemmTable())
+    cpu, kernels = torch.device("cpu"), TritonKernels(GemmTable())
     model = load_model(copy, kernels=kernels, dtype=torch.bfloat16, device=cpu, max_positions=1)
     seen, expanded = [], Int4Panels.expanded
 
@@ -273,17 +272,17 @@ def test_the_largest_matrix_in_four_bits_that_products_expand_is_counted(tmp_pat
     x = torch.zeros(FEW_ROWS + 1, 128, dtype=torch.bfloat16)
     model.layers[0].mlp(x)
     model.compute_logits(x)
-    assert max(seen) == most_expanded((model, None), cuda) == 2 * 128 * 128
-    assert most_expanded(model, cpu) == 0
+    assert max(seen) == most_expanded((model, None)) == 2 * 128 * 128
+    on_cpu = resolve_steps(EngineConfig("m"), model, None, torch.bfloat16, cpu, 0)
+    assert on_cpu.expanded == on_cpu.mixing == 0
 
 
 def test_experts_in_four_bits_are_not_expanded():
     values, scale = packed_int4(torch.ones(8, 32, dtype=torch.uint8), 32), torch.ones(8, 1)
     weight = Int4Weight(Int4Matrix(values, scale, None))
     experts = ReferenceKernels().pack_experts([weight], [weight])
-    cuda = torch.device("cuda")
-    assert most_expanded((weight, experts), cuda) == 8 * 32
-    assert most_expanded(experts, cuda) == 0
+    assert most_expanded((weight, experts)) == 8 * 32
+    assert most_expanded(experts) == 0
 
 
 def test_an_expanded_matrix_leaves_less_kv_memory(monkeypatch):
@@ -324,4 +323,4 @@ def test_adapted_experts_need_memory_for_each_that_a_row_chooses():
     room, sizes = Room(1, 20, torch.bfloat16, torch.device("meta")), ExpertSizes(4, 64, (48, 48))
     experts = AdaptedStackedExperts.of(StackedExperts(*stacks), sizes, room, RowAdapters())
     # What is between the factors, of two parts, whose ranks are padded to powers of two.
-    assert most_adapted([experts], 6, torch.device("cuda")) == 6 * 2 * 32 * 2
+    assert most_adapted([experts], 6) == 6 * 2 * 32 * 2

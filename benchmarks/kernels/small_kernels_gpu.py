@@ -151,8 +151,8 @@ def step_launches(model: Model, rows: int) -> Iterator[tuple[str, Callable[[], o
 
     logits = noise(rows, model.vocabulary, dtype=torch.float32)
     temperature, seeds = torch.ones(batch + 1, device="cuda"), torch.arange(batch + 1).cuda()
-    at = x.sampled
-    yield "keys greedy", lambda: sampling.greedy_keys(logits)
+    at, greedy = x.sampled, torch.zeros_like(temperature)
+    yield "keys greedy", lambda: sampling.token_keys(logits, greedy, seeds, at)
     yield (
         "keys sampled",
         lambda: sampling.token_keys(logits, temperature, seeds, at),
@@ -173,8 +173,7 @@ def step_launches(model: Model, rows: int) -> Iterator[tuple[str, Callable[[], o
             f"rules {name}",
             lambda ruled=ruled, table=table: apply_rules(ruled, at, sequences, table.rules),
         )
-    keys = sampling.greedy_keys(logits)
-    yield "best_tokens", lambda: sampling.best_tokens(keys)
+    keys = sampling.token_keys(logits, greedy, seeds, at)
     verdict = step.verify(keys, x)
     yield "verify", lambda: step.verify(keys, x)
     decided = verdict.num_accepted, verdict.next_token

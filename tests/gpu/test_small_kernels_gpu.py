@@ -28,6 +28,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from sametoken.layers.norm import RMSNorm
+from sametoken.ops.backend import SampledRows
 from sametoken.ops.lookup import ngram as ngram_reference
 from sametoken.ops.lookup.ngram_triton import lookup
 from sametoken.ops.model import activation as activation_reference
@@ -207,7 +208,8 @@ def test_sampling(vocab_size):
     whole = sampling.sample(logits, temperature, seeds, positions)
     greedy = temperature == 0
     assert torch.equal(whole[greedy], logits[greedy].argmax(dim=-1))
-    assert torch.equal(sampling.argmax(logits), logits.argmax(dim=-1))
+    always_greedy = sampling.sample(logits, torch.zeros_like(temperature), seeds, positions)
+    assert torch.equal(always_greedy, logits.argmax(dim=-1))
     for first, count in COMPANIES:
         some = slice(first, first + count)
         part = sampling.sample(logits[some], temperature[some], seeds[some], positions[some])
@@ -403,9 +405,12 @@ def test_poisoned_rows():
     logits = noise(64, 151936, dtype=torch.float32)
     logits[7, 151935] = torch.nan
     logits[63, 0] = torch.nan
-    ids, poisoned = sampling.best_tokens(sampling.greedy_keys(logits))
-    assert poisoned.nonzero().squeeze(1).tolist() == [7, 63]
-    assert (ids < 151936).all()
+    slots = torch.arange(64, device="cuda")
+    temperature = torch.zeros(64, device="cuda")
+    at = SampledRows(None, slots, slots, slots, slots)
+    best = sampling.token_keys(logits, temperature, slots, at).amax(dim=1)
+    assert sampling_reference.has_nan(best).nonzero().squeeze(1).tolist() == [7, 63]
+    assert (sampling_reference.token_of(best) < 151936).all()
 
 
 @pytest.mark.parametrize("length", [2, 1023, 1024, 1025, 30001])

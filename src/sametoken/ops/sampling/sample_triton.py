@@ -120,7 +120,7 @@ def has_no_valid_token(key):
 @triton.jit
 def _tile_keys_kernel(
     logits,  # [L, VOCAB_SIZE]
-    temperature,  # [S] or [L], or None: every row is greedy
+    temperature,  # [S] or [L], 0 for greedy rows
     seeds,  # [S] or [L]
     slots,  # [L], rows of temperature and seeds, or None: row l
     positions,  # [L]
@@ -139,19 +139,18 @@ def _tile_keys_kernel(
     first_id = tile * BLOCK
     ids = first_id + tl.arange(0, BLOCK)
     value = tl.load(logits + row * VOCAB_SIZE + ids, ids < VOCAB_SIZE, other=float("-inf"))
-    if temperature is not None:
-        owner = row if slots is None else tl.load(slots + row)
-        divisor = tl.load(temperature + owner)
-        if divisor > 0.0:
-            position = tl.load(positions + row) + POSITION_OFFSET
-            seed = tl.load(seeds + owner)
-            if token_ids is None:
-                words = philox_words(seed, position, first_id, BLOCK)
-            else:
-                mapped = tl.load(token_ids + ids, ids < VOCAB_SIZE, other=0)
-                words = philox_words_of(seed, position, mapped)
-            # Same order as value / divisor + noise, without the division.
-            value = tl.fma(gumbel_noise(words), divisor, value)
+    owner = row if slots is None else tl.load(slots + row)
+    divisor = tl.load(temperature + owner)
+    if divisor > 0.0:
+        position = tl.load(positions + row) + POSITION_OFFSET
+        seed = tl.load(seeds + owner)
+        if token_ids is None:
+            words = philox_words(seed, position, first_id, BLOCK)
+        else:
+            mapped = tl.load(token_ids + ids, ids < VOCAB_SIZE, other=0)
+            words = philox_words_of(seed, position, mapped)
+        # Same order as value / divisor + noise, without the division.
+        value = tl.fma(gumbel_noise(words), divisor, value)
     tl.store(keys + row * NUM_TILES + tile, _best_of_tile(value, first_id, BLOCK))
 
 
@@ -160,7 +159,6 @@ def _best_of_tiles_kernel(
     keys,  # [L, NUM_TILES]
     token_ids,  # as in _tile_keys_kernel
     tokens,  # [L]
-    nan_rows,  # [L] bool
     NUM_TILES: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -174,7 +172,6 @@ def _best_of_tiles_kernel(
     if token_ids is not None:
         token = tl.load(token_ids + token)
     tl.store(tokens + row, token)
-    tl.store(nan_rows + row, has_nan(key))
 
 
 def sample(
@@ -187,17 +184,19 @@ def sample(
 ) -> Tensor:
     """See ``sample.sample``."""
     keys = _tile_keys(logits, temperature, seeds, slots, positions, 0, token_ids)
-    return best_tokens(keys, token_ids)[0]
-
-
-def argmax(logits: Tensor) -> Tensor:
-    """The lowest id of each row's largest value: [L] int64."""
-    return best_tokens(greedy_keys(logits))[0]
-
-
-def greedy_keys(logits: Tensor) -> Tensor:
-    """First half of ``argmax``: keys [L, tiles] int64 for ``best_tokens``."""
-    return _tile_keys(logits, None, None, None, None, 0)
+    num_rows, num_tiles = keys.shape
+    tokens = keys.new_empty(num_rows)
+    if num_rows:
+        _best_of_tiles_kernel[(num_rows,)](
+            keys,
+            token_ids,
+            tokens,
+            NUM_TILES=num_tiles,
+            BLOCK=triton.next_power_of_2(num_tiles),
+            num_warps=1,
+            **pdl_options(keys),
+        )
+    return tokens
 
 
 def token_keys(logits: Tensor, temperature: Tensor, seeds: Tensor, rows: SampledRows) -> Tensor:
@@ -205,35 +204,12 @@ def token_keys(logits: Tensor, temperature: Tensor, seeds: Tensor, rows: Sampled
     return _tile_keys(logits, temperature, seeds, rows.slots, rows.positions, 1)
 
 
-def best_tokens(keys: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Second half: [L, tiles] keys to token ids [L] int64 and which rows hold NaN [L] bool.
-
-    ``token_ids`` as in ``sample``, for keys made with it.
-    """
-    num_rows, num_tiles = keys.shape
-    tokens = keys.new_empty(num_rows)
-    nan_rows = keys.new_empty(num_rows, dtype=torch.bool)
-    if num_rows:
-        block = triton.next_power_of_2(num_tiles)
-        _best_of_tiles_kernel[(num_rows,)](
-            keys,
-            token_ids,
-            tokens,
-            nan_rows,
-            NUM_TILES=num_tiles,
-            BLOCK=block,
-            num_warps=1,
-            **pdl_options(keys),
-        )
-    return tokens, nan_rows
-
-
 def _tile_keys(
     logits: Tensor,
-    temperature: Tensor | None,
-    seeds: Tensor | None,
+    temperature: Tensor,
+    seeds: Tensor,
     slots: Tensor | None,
-    positions: Tensor | None,
+    positions: Tensor,
     position_offset: int,
     token_ids: Tensor | None = None,
 ) -> Tensor:

@@ -83,7 +83,8 @@ def test_sample_chooses_the_references_tokens(vocab_size):
     tokens = sampling.sample(logits, *parameters(5))
     assert torch.equal(tokens, reference.sample(logits, *parameters(5)))
     assert torch.equal(logits, before)
-    assert torch.equal(sampling.argmax(logits), logits.argmax(dim=-1))
+    greedy = torch.zeros(5, device=DEVICE), *parameters(5)[1:]
+    assert torch.equal(sampling.sample(logits, *greedy), logits.argmax(dim=-1))
 
 
 @pytest.mark.parametrize(("columns", "vocab_size"), [(1, 9), (7, 7), (1030, 1500), (1300, 5001)])
@@ -155,21 +156,26 @@ def rows_at(slots: torch.Tensor, positions: torch.Tensor) -> SampledRows:
     return SampledRows(None, slots, positions, positions, positions)
 
 
+def choices(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens in rows of keys, and which rows hold NaN."""
+    best = keys.amax(dim=1)
+    return reference.token_of(best), reference.has_nan(best)
+
+
 def test_tiles_of_many_rows_choose_what_tiles_of_few_choose():
     logits = torch.randn(20, 5000, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     logits[17, 4500], logits[18, [4097, 4999]] = torch.nan, 9.0
     temperature, seeds, positions = (values.repeat(4) for values in parameters(5))
     slots = torch.arange(20, device=DEVICE)
     many = sampling.token_keys(logits, temperature, seeds, rows_at(slots, positions))
-    tokens, poisoned = sampling.best_tokens(many)
+    tokens, has_nan = choices(many)
     for i in range(20):
         one = slice(i, i + 1)
         alone = rows_at(slots[one], positions[one])
         few = sampling.token_keys(logits[one].clone(), temperature, seeds, alone)
         assert few.shape[1] > many.shape[1]
-        alone = sampling.best_tokens(few)
-        assert (alone[0], alone[1]) == (tokens[i], poisoned[i])
-    assert poisoned.nonzero().squeeze(1).tolist() == [17]
+        assert choices(few) == (tokens[i], has_nan[i])
+    assert has_nan.nonzero().squeeze(1).tolist() == [17]
 
 
 def test_equal_values_give_the_lowest_id_across_tiles():
@@ -178,7 +184,8 @@ def test_equal_values_give_the_lowest_id_across_tiles():
     logits[1, [5, 2000]] = 4.0
     logits[2, [7, 1500]] = torch.tensor([-0.0, 0.0], device=DEVICE)
     logits[3] = -torch.inf
-    assert sampling.argmax(logits).tolist() == [1030, 5, 7, 0]
+    greedy = torch.zeros(4, device=DEVICE), *parameters(4)[1:]
+    assert sampling.sample(logits, *greedy).tolist() == [1030, 5, 7, 0]
 
 
 def test_infinite_logits_order_as_numbers_do():
@@ -197,8 +204,8 @@ def test_nan_poisons_its_row_alone(value):
     temperature, seeds, positions = parameters(5)
     slots = torch.arange(5, device=DEVICE)
     keys = sampling.token_keys(logits, temperature, seeds, rows_at(slots, positions))
-    tokens, poisoned = sampling.best_tokens(keys)
-    assert poisoned.tolist() == [False, True, False, True, False]
+    tokens, has_nan = choices(keys)
+    assert has_nan.tolist() == [False, True, False, True, False]
     assert ((tokens >= 0) & (tokens < 1300)).all()
     expected = sampling.sample(clean, temperature, seeds, positions + 1)
     assert torch.equal(tokens[[0, 2, 4]], expected[[0, 2, 4]])

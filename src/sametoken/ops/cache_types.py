@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -31,8 +31,26 @@ class MemoryShape(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
+class CacheDeclaration:
+    """What a layer keeps; by default nothing, and the same on every rank."""
+
+    __slots__ = ()
+
+    def block_shapes(self, block_size: int) -> tuple[MemoryShape, ...]:
+        """The tensors of one block."""
+        return ()
+
+    def slot_shapes(self, num_drafts: int) -> tuple[MemoryShape, ...]:
+        """The tensors of one slot beside its blocks, with room for ``num_drafts`` drafts."""
+        return ()
+
+    def divided(self, size: int) -> Self:
+        """The shard of one of ``size`` ranks."""
+        return self
+
+
 @dataclass(frozen=True, slots=True)
-class PagedKV:
+class PagedKV(CacheDeclaration):
     """Keys and values of every position, for paged attention.
 
     Attributes:
@@ -49,13 +67,9 @@ class PagedKV:
     scales: KVScales | None = field(default=None, compare=False)
 
     def block_shapes(self, block_size: int) -> tuple[MemoryShape, ...]:
-        """The tensors of one block."""
+        """See ``CacheDeclaration``."""
         dims = (self.k_dim, self.v_dim)
         return tuple(MemoryShape((self.num_kv_heads, block_size, d), self.dtype) for d in dims)
-
-    def slot_shapes(self, num_drafts: int) -> tuple[MemoryShape, ...]:
-        """The tensors of one slot beside its blocks."""
-        return ()
 
     def divided(self, size: int) -> PagedKV:
         """The shard of one of ``size`` ranks: its heads, or the one that it shares."""
@@ -76,8 +90,10 @@ class PagedKV:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentKV:
+class LatentKV(CacheDeclaration):
     """One latent vector per position, whose first ``rank`` elements are the values (MLA).
+
+    Every rank has all of it, since every head reads it.
 
     Attributes:
         scale: [1] fp32, for float8; None: 1. No other dtype needs it.
@@ -94,16 +110,8 @@ class LatentKV:
         return self.rank + self.rope_dim
 
     def block_shapes(self, block_size: int) -> tuple[MemoryShape, ...]:
-        """The tensors of one block."""
+        """See ``CacheDeclaration``."""
         return (MemoryShape((block_size, self.width), self.dtype),)
-
-    def slot_shapes(self, num_drafts: int) -> tuple[MemoryShape, ...]:
-        """The tensors of one slot beside its blocks."""
-        return ()
-
-    def divided(self, size: int) -> LatentKV:
-        """The shard of one of ``size`` ranks: all of it, since every head reads it."""
-        return self
 
     def part(self, vectors: Tensor) -> LayerLatent:
         """The layer's view of its memory."""
@@ -111,7 +119,7 @@ class LatentKV:
 
 
 @dataclass(frozen=True, slots=True)
-class Recurrent:
+class Recurrent(CacheDeclaration):
     """One folded state per slot, and the raw inputs of its pending rows.
 
     Attributes:
@@ -120,10 +128,6 @@ class Recurrent:
 
     rule: RecurrentRule
     dtype: torch.dtype
-
-    def block_shapes(self, block_size: int) -> tuple[MemoryShape, ...]:
-        """The tensors of one block."""
-        return ()
 
     @property
     def state_shapes(self) -> tuple[MemoryShape, ...]:
@@ -135,7 +139,7 @@ class Recurrent:
         )
 
     def slot_shapes(self, num_drafts: int) -> tuple[MemoryShape, ...]:
-        """The tensors of one slot, with room for ``num_drafts`` drafts: ``LayerMemory``."""
+        """See ``CacheDeclaration``: ``LayerMemory``."""
         rule, dtype, num_pending = self.rule, self.dtype, max(num_drafts, STATE_STRIDE - 1)
         return (
             *self.state_shapes,
@@ -144,7 +148,7 @@ class Recurrent:
         )
 
     def divided(self, size: int) -> Recurrent:
-        """The shard of one of ``size`` ranks."""
+        """See ``CacheDeclaration``."""
         return replace(self, rule=self.rule.divided(size))
 
     def part(self, *memory: Tensor) -> LayerMemory:
@@ -153,20 +157,8 @@ class Recurrent:
 
 
 @dataclass(frozen=True, slots=True)
-class Stateless:
+class Stateless(CacheDeclaration):
     """A layer without a token mixer keeps nothing."""
-
-    def block_shapes(self, block_size: int) -> tuple[MemoryShape, ...]:
-        """None."""
-        return ()
-
-    def slot_shapes(self, num_drafts: int) -> tuple[MemoryShape, ...]:
-        """None."""
-        return ()
-
-    def divided(self, size: int) -> Stateless:
-        """The same on every rank."""
-        return self
 
     def part(self) -> None:
         """The layer has no memory."""

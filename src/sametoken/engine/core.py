@@ -141,20 +141,16 @@ class EngineCore:
             raise EngineDeadError(f"a step failed: {error!r}", "restart the engine") from error
 
     def _step(self) -> tuple[RequestUpdate, ...]:
-        ready, self._ready = self._ready, ()
-        return ready + self._advance()
-
-    def _advance(self) -> tuple[RequestUpdate, ...]:
+        updates, self._ready = self._ready, ()
         self.sleep.require_awake()
         plan = self.scheduler.plan()
         if plan is not None:
             self._in_flight.append(self._runner.submit(plan))
             self._extraction.launch(plan)
         may_plan_on = plan is not None and len(self._in_flight) < self.resolved.steps_in_flight
-        if may_plan_on or not self._in_flight:
-            return ()
-        updates = self._process_oldest()
-        self._flush_at_rest()
+        if self._in_flight and not may_plan_on:
+            updates += self._process_oldest()
+            self._flush_at_rest()
         return updates
 
     def _process_oldest(self) -> tuple[RequestUpdate, ...]:

@@ -28,7 +28,6 @@ from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
 from sametoken.ops.model.recurrent.chunks_triton import (
     CHUNK,
     PARTS,
-    block_of,
     convolved_part,
     fill_broken,
     keep_history,
@@ -36,6 +35,7 @@ from sametoken.ops.model.recurrent.chunks_triton import (
     run_to_scan,
     store_gates,
     store_part,
+    tile_size,
 )
 from sametoken.ops.model.recurrent.convolution_triton import sigmoid, softplus
 from sametoken.ops.model.recurrent.rule import FAST_ROWS, LayerMemory, RawRows
@@ -67,7 +67,7 @@ def _prepare_gates(raw, num_rows, A_log, dt_bias, gates, HV: tl.constexpr):
 @triton.jit
 def _of_length(scale, x, D: tl.constexpr):
     """Rows of D elements, scaled to this length."""
-    inside = tl.arange(0, block_of(D))[None, :] < D
+    inside = tl.arange(0, tile_size(D))[None, :] < D
     return x * (scale * tl.rsqrt(tl.sum(tl.where(inside, x * x, 0.0), 1) + _EPS))[:, None]
 
 
@@ -173,7 +173,7 @@ def _solve_kernel(
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(chunks + chunk * CHUNK_FIELDS + CHUNK_ROWS) == 0:
         return
-    index, key = tl.arange(0, CHUNK), tl.arange(0, block_of(DK))[None, :]
+    index, key = tl.arange(0, CHUNK), tl.arange(0, tile_size(DK))[None, :]
     q_at = keys + ((chunk * CHUNK + index[:, None]) * 2 * HK + head // (HV // HK)) * DK + key
     gate_at = gates + (chunk * 2 * HV + head) * CHUNK + index
     log_decay, beta = tl.load(gate_at), tl.load(gate_at + HV * CHUNK)
@@ -234,7 +234,7 @@ def _scan_kernel(
     head, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     chunk, facts = run_to_scan(runs, first_chunks, first_run)
     slot, first, num_rows, begun, bad_rows = facts
-    index, key = tl.arange(0, CHUNK), tl.arange(0, block_of(DK))[None, :]
+    index, key = tl.arange(0, CHUNK), tl.arange(0, tile_size(DK))[None, :]
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     is_key, is_column = key < DK, column < DV
     inside = is_column[:, None] & is_key
@@ -318,10 +318,10 @@ def advance_chunks(
         **{name: sizes[name] for name in ("HK", "HV", "DK")},
         num_warps=4,
     )
-    block_k, columns = block_of(rule.key_dim), min(_COLUMNS, block_of(num_values))
+    width, columns = tile_size(rule.key_dim), min(_COLUMNS, tile_size(num_values))
     # Of what ``_scan`` reads of a chunk: two are in flight beside the one that products read.
-    held = FAST_ROWS * (2 * block_k + columns + 2 * FAST_ROWS) * raw.mixed.itemsize
-    fits = block_k * raw.mixed.itemsize <= 256 and 2 * held <= shared_memory(out)
+    held = FAST_ROWS * (2 * width + columns + 2 * FAST_ROWS) * raw.mixed.itemsize
+    fits = width * raw.mixed.itemsize <= 256 and 2 * held <= shared_memory(out)
     _scan_kernel[(heads * triton.cdiv(num_values, columns), fast.num_runs)](
         keys,
         values,

@@ -27,7 +27,6 @@ from sametoken.ops.model.mamba2.rule import Mamba2Params
 from sametoken.ops.model.recurrent.chunks_triton import (
     CHUNK,
     PARTS,
-    block_of,
     convolved_part,
     fill_broken,
     keep_history,
@@ -35,6 +34,7 @@ from sametoken.ops.model.recurrent.chunks_triton import (
     run_to_scan,
     store_gates,
     store_part,
+    tile_size,
 )
 from sametoken.ops.model.recurrent.rule import FAST_ROWS, LayerMemory, RawRows
 from sametoken.ops.model.recurrent.runs import CHUNK_FIELDS, CHUNK_ROW, CHUNK_ROWS, FastRuns
@@ -135,8 +135,8 @@ def _mix_kernel(
     row, num_rows = tl.load(field + CHUNK_ROW), tl.load(field + CHUNK_ROWS)
     if num_rows == 0:
         return
-    index, column = tl.arange(0, CHUNK), tl.arange(0, block_of(N))[None, :]
-    element = tl.arange(0, block_of(P))
+    index, column = tl.arange(0, CHUNK), tl.arange(0, tile_size(N))[None, :]
+    element = tl.arange(0, tile_size(P))
     b_at = shared + ((chunk * CHUNK + index[:, None]) * 2 * G + group) * N + column
     b = tl.load(b_at, column < N, other=0.0)
     c = tl.load(b_at + G * N, column < N, other=0.0)
@@ -194,7 +194,7 @@ def _scan_kernel(
     head, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     chunk, facts = run_to_scan(runs, first_chunks, first_run)
     slot, first, num_rows, begun, bad_rows = facts
-    index, column = tl.arange(0, CHUNK), tl.arange(0, block_of(N))[None, :]
+    index, column = tl.arange(0, CHUNK), tl.arange(0, tile_size(N))[None, :]
     element = tile * ROWS + tl.arange(0, ROWS)
     is_element, is_column = element < P, column < N
     inside = is_element[:, None] & is_column
@@ -275,8 +275,8 @@ def advance_chunks(
         **{name: sizes[name] for name in ("H", "P", "G", "N")},
         num_warps=4,
     )
-    rows, block_n = min(_ROWS, block_of(rule.head_dim)), block_of(rule.state_dim)
-    held = FAST_ROWS * (2 * block_n + rows) * raw.mixed.itemsize
+    rows, width = min(_ROWS, tile_size(rule.head_dim)), tile_size(rule.state_dim)
+    held = FAST_ROWS * (2 * width + rows) * raw.mixed.itemsize
     _scan_kernel[(heads * triton.cdiv(rule.head_dim, rows), fast.num_runs)](
         values,
         shared,
@@ -294,5 +294,5 @@ def advance_chunks(
         # As many as shared memory holds.
         STAGES=max(1, min(3, (shared_memory(out) - _BESIDE) // held)),
         # A warp group holds 128 columns of a state.
-        num_warps=max(4, block_n // 32),
+        num_warps=max(4, width // 32),
     )

@@ -34,8 +34,8 @@ _CHANNELS = tl.constexpr(128)
 
 
 @triton.constexpr_function
-def block_of(size):
-    """Elements of a block that holds ``size``: products have at least 16 rows and columns."""
+def tile_size(size):
+    """The size of a tile that holds ``size``: products have at least 16 rows and columns."""
     return max(16, triton.next_power_of_2(size))
 
 
@@ -54,12 +54,12 @@ def part_to_prepare(chunks, mixed, stride, history, C: tl.constexpr, K: tl.const
 def convolved_part(
     raw, first, conv_weight, conv_bias, D: tl.constexpr, C: tl.constexpr, K: tl.constexpr
 ):
-    """SiLU of the convolution of D channels from ``first`` on: [PART, block_of(D)] fp32.
+    """SiLU of the convolution of D channels from ``first`` on: [PART, tile_size(D)] fp32.
 
     Rows that a part lacks are zeros.
     """
     mixed, stride, row, num_rows, history, before = raw
-    column = tl.arange(0, block_of(D))[None, :]
+    column = tl.arange(0, tile_size(D))[None, :]
     inside, channel, index = column < D, first + column, tl.arange(0, PART)[:, None]
     total = tl.zeros((PART, channel.shape[1]), tl.float32)
     if conv_bias is not None:
@@ -80,9 +80,9 @@ def convolved_part(
 
 @triton.jit
 def store_part(out, x, strides, D: tl.constexpr):
-    """D columns of [PART, block_of(D)] at distances by row and by column."""
+    """D columns of [PART, tile_size(D)] at distances by row and by column."""
     row_stride, stride = strides
-    column = tl.arange(0, block_of(D))[None, :]
+    column = tl.arange(0, tile_size(D))[None, :]
     tl.store(out + tl.arange(0, PART)[:, None] * row_stride + column * stride, x, column < D)
 
 

@@ -129,7 +129,26 @@ class Ranks(Peers, Protocol):
         ...
 
 
-class SoleRank(NoPeers):
+class NoFollowers(NoPeers):
+    """What a rank does for others, of one that none follows."""
+
+    def tell(self, message: Any) -> None:
+        """A no-op: nobody follows."""
+
+    def collect(self, kind: type[T], wanted: object = None) -> list[T]:
+        """Nothing: nobody follows."""
+        return []
+
+    def lead(self, runner: Runner) -> Runner:
+        """The runner itself."""
+        return runner
+
+    def stopped_by_errors(self) -> AbstractContextManager[None]:
+        """A no-op: rank 0 stops the others, if there are any."""
+        return nullcontext()
+
+
+class SoleRank(NoFollowers):
     """One process with the whole model."""
 
     parallel: TensorParallel = SINGLE_RANK
@@ -142,26 +161,11 @@ class SoleRank(NoPeers):
         """The value."""
         return value
 
-    def tell(self, message: Any) -> None:
-        """A no-op: nobody follows."""
-
-    def collect(self, kind: type[T], wanted: object = None) -> list[T]:
-        """Nothing: nobody follows."""
-        return []
-
     def stream(self, device: torch.device, steps_in_flight: int) -> Stream:
         """The device's stream; on a CPU a lagging one if several steps are in flight."""
         if device.type == "cuda":
             return CudaStream()
         return CpuStream() if steps_in_flight == 1 else LaggingStream()
-
-    def lead(self, runner: Runner) -> Runner:
-        """The runner itself."""
-        return runner
-
-    def stopped_by_errors(self) -> AbstractContextManager[None]:
-        """A no-op: there are no other ranks."""
-        return nullcontext()
 
 
 class Follower:

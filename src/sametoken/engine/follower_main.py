@@ -14,13 +14,12 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from sametoken.distributed.process_group import NoPeers, inherited, join
-from sametoken.distributed.ranks import Built, Enlist, Number, Present
+from sametoken.distributed.process_group import inherited, join
+from sametoken.distributed.ranks import Built, Enlist, NoFollowers, Number, Present
 from sametoken.engine.build import build_follower
 from sametoken.engine.resolve import resolve_device
 from sametoken.engine.shared_weights import FollowingWeights, LoadAdapter
@@ -36,7 +35,7 @@ from sametoken.types.plan import StepPlan
 T = TypeVar("T")
 
 
-class FollowingRank(NoPeers):
+class FollowingRank(NoFollowers):
     """``Ranks`` of a rank other than 0. Only rank 0 watches the processes."""
 
     def __init__(self, enlist: Enlist, sock: socket.socket, inbox: Inbox, meeting: int) -> None:
@@ -69,24 +68,9 @@ class FollowingRank(NoPeers):
         """A stream that runs work in the order of the plans."""
         return CudaStream() if device.type == "cuda" else ImmediateStream()
 
-    def lead(self, runner: Runner) -> Runner:
-        """The runner itself: rank 0 leads."""
-        return runner
-
-    def stopped_by_errors(self) -> AbstractContextManager[None]:
-        """A no-op: rank 0 stops the ranks when it receives an error."""
-        return nullcontext()
-
     def send(self, message: Any) -> None:
         """Send a message to rank 0."""
         send(self._sock, message)
-
-    def tell(self, message: Any) -> None:
-        """Nothing: rank 0 leads."""
-
-    def collect(self, kind: type[T], wanted: object = None) -> list[T]:
-        """Nothing: rank 0 leads."""
-        return []
 
     def follow(
         self, runner: Runner, weights: Weights, load_factors: LoadAdapter | None

@@ -92,7 +92,7 @@ def build_requested(requested: Requested, announce: Callable[[str], None]) -> En
         requested.path,
         requested.architecture,
         requested.needs.aux_layers,
-        requested.dtype[0],
+        requested.dtype,
     )
     try:
         ranks = start_ranks(replace(requested.config, model=str(requested.path)), requested.device)
@@ -208,9 +208,7 @@ def _assemble(loaded: Loaded, ranks: Ranks, announce: Callable[[str], None]) -> 
         step=step,
         processing=processing,
         launcher=launcher,
-        swap=SwapStore(
-            caches, loaded.swap.num_host_blocks, loaded.swap.limit, pinned=device.type == "cuda"
-        ),
+        swap=SwapStore(caches, loaded.swap.num_host_blocks, loaded.swap.limit, pinned=on_gpu),
         kept_states=KeptStateStore(caches, memory.num_kept_states),
         stream=ranks.stream(device, steps),
         ring=ring,

@@ -90,7 +90,7 @@ class Requested:
         given: the user's options.
         config: sizes resolved, the drafter's path in place of its name.
         path: the target's checkpoint.
-        dtype: dtype of weights and activations, and the reason.
+        dtype: of weights and activations.
         needs: the drafter's; its caches are in the dtype of the weights.
         reasons: options that were turned off or filled in, and why.
     """
@@ -100,7 +100,7 @@ class Requested:
     device: torch.device
     path: Path
     architecture: ModelConfig
-    dtype: tuple[torch.dtype, str]
+    dtype: torch.dtype
     needs: DrafterNeeds
     reasons: dict[str, str]
 
@@ -112,7 +112,7 @@ class Requested:
     @property
     def caches(self) -> tuple[LayerCache, ...]:
         """Of the target's layers, on one rank."""
-        architecture, (dtype, _) = self.architecture, self.dtype
+        architecture, dtype = self.architecture, self.dtype
         family = model_class(architecture.architecture)
         declared = family.caches_of(architecture, dtype, str(self.path))
         size = self.config.tensor_parallel_size
@@ -175,10 +175,10 @@ def validate(config: EngineConfig, announce: Callable[[str], None]) -> Requested
 
     path = resolve_model(config.model, announce, Needed.of(config.load_format), check)
     config, architecture, reasons = _resolve_names(config, device, path, announce)
-    dtype = resolve_dtype(config, architecture.dtype)
+    dtype, _ = resolve_dtype(config, architecture.dtype)
     spec, draft_format = config.speculative_config, config.draft_load_format
     size = config.tensor_parallel_size
-    needs = needs_of_drafter(spec, architecture, dtype[0], path, draft_format, size)
+    needs = needs_of_drafter(spec, architecture, dtype, path, draft_format, size)
     require_drafter_files(spec, draft_format)
     requested = Requested(given, config, device, path, architecture, dtype, needs, reasons)
     require_fast_form(config, requested.caches)
@@ -249,7 +249,7 @@ def _require_kv(requested: Requested) -> None:
     if counted or device.type == "cpu" or config.kv_cache_memory_bytes is not None:
         # The budget of a GPU follows from weights, and does not matter to blocks that are counted.
         budget = 0 if counted else resolve_kv_bytes(config, device)
-        needs, dtype = requested.needs, kv_dtype(config, requested.dtype[0])
+        needs, dtype = requested.needs, kv_dtype(config, requested.dtype)
         caches = (*requested.caches, *stored_in(needs.caches, dtype))
         plan_memory(config, requested.architecture, caches, needs.lookahead_slots, budget)
 
@@ -270,7 +270,7 @@ def load(
     """Read the weights, and plan the memory beside them; errors as ``build_engine``."""
     begun = time.monotonic()
     config, device, architecture = requested.config, requested.device, requested.architecture
-    dtype, why = requested.dtype
+    dtype, why = resolve_dtype(config, architecture.dtype)
     if architecture.also_sees:
         announce(f"{architecture.architecture}: only the text decoder is loaded")
     # Before the weights, which may take minutes.
@@ -361,7 +361,6 @@ def _attention_kernels(
 def _load_models(requested: Requested, ranks: Ranks) -> tuple[Decoder, LoadedDrafter, Backend]:
     """Read the weights of this rank."""
     config, device, path = requested.config, requested.device, requested.path
-    dtype, _ = requested.dtype
     # Every rank runs a model that drafts; rank 0 alone looks drafts up, or records.
     spec, leads = config.speculative_config, ranks.parallel.rank == 0
     if spec is not None and not leads and TABLE[spec.method].kind not in (Kind.MODEL, Kind.HEAD):
@@ -374,11 +373,11 @@ def _load_models(requested: Requested, ranks: Ranks) -> tuple[Decoder, LoadedDra
     if fast_form(config, own).expands:
         require_expandable(latent_sizes(requested.architecture, str(path)), backend.model)
     # Each rank routes all rows alike, so rank 0 records them.
-    records = config.enable_return_routed_experts and ranks.parallel.rank == 0
+    records = leads and config.enable_return_routed_experts
     target = load_model(
         path,
         kernels=recording(backend.model) if records else backend.model,
-        dtype=dtype,
+        dtype=requested.dtype,
         device=device,
         max_positions=max_positions,
         load_format=config.load_format,
@@ -386,7 +385,7 @@ def _load_models(requested: Requested, ranks: Ranks) -> tuple[Decoder, LoadedDra
     ).keeping(layers)
     placement = Placement(
         backend,
-        dtype,
+        requested.dtype,
         device,
         max_len,
         max_positions,
@@ -395,5 +394,5 @@ def _load_models(requested: Requested, ranks: Ranks) -> tuple[Decoder, LoadedDra
         ranks.parallel if requested.needs.num_ranks > 1 else SINGLE_RANK,
     )
     drafter = load_drafter(spec, target, placement)
-    drafter = replace(drafter, caches=stored_in(drafter.caches, kv_dtype(config, dtype)))
+    drafter = replace(drafter, caches=stored_in(drafter.caches, kv_dtype(config, requested.dtype)))
     return target, drafter, backend

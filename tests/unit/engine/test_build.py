@@ -93,7 +93,7 @@ def test_who_reads_the_last_layer_s_states_of_all_rows(options, aux_layers, expe
 
 
 def requested_of(config: EngineConfig, architecture: ModelConfig) -> Requested:
-    dtype, cpu = (torch.float32, ""), torch.device("cpu")
+    dtype, cpu = torch.float32, torch.device("cpu")
     return Requested(config, config, cpu, Path(), architecture, dtype, DrafterNeeds(), {})
 
 

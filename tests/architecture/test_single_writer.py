@@ -34,7 +34,7 @@ REFERENCE = {
     ("ops/model/recurrent/row_by_row.py", "RowByRowPass.finish"): RECURRENT,
 }
 TRITON = {
-    ("ops/step/triton_commit.py", "commit_row"): {"token_ids", "num_tokens", "num_computed"},
+    ("ops/step/triton_commit.py", "_commit_kernel"): {"token_ids", "num_tokens", "num_computed"},
     ("ops/step/triton_commit.py", "_publish_kernel"): {"draft_ids", "num_drafts"},
     ("ops/model/recurrent/runs.py", "_plan_runs_kernel"): RECURRENT,
 }

@@ -33,83 +33,6 @@ def uniform(
     return ((word >> 40) & 0xFFFFFF).to(tl.float32) * 2.0**-24
 
 
-@triton.jit
-def verify_row(
-    keys,  # [rows of the window, NUM_TILES]
-    chances,  # rates [K], the request's seed and num_tokens; or None: drafts are verified
-    window,  # tokens of its rows [rows], number of rows, number of drafts
-    tokens,  # [rows of the window], written
-    NUM_TILES: tl.constexpr,
-    W_BLOCK: tl.constexpr,
-    TILE_BLOCK: tl.constexpr,
-):
-    """Verify one window: scalars num_accepted, next_token and fault; stores its tokens."""
-    token_ids, num_rows, drafts = window
-    row = tl.arange(0, W_BLOCK)
-    best = tl.full((W_BLOCK,), -(2**63), tl.int64)
-    for first in range(0, NUM_TILES, TILE_BLOCK):
-        tile = first + tl.arange(0, TILE_BLOCK)[None, :]
-        inside = (row[:, None] < num_rows) & (tile < NUM_TILES)
-        at = row[:, None] * NUM_TILES + tile
-        lowest = tl.full((W_BLOCK, TILE_BLOCK), -(2**63), tl.int64)
-        best = tl.maximum(best, tl.max(tl.load(keys + at, inside, other=lowest), axis=1))
-    token = token_of(best)
-
-    is_draft = row < drafts
-    draft = tl.load(token_ids + 1 + row, is_draft, other=0)
-    matches = tl.min(tl.where(is_draft & (token == draft), W_BLOCK, row), axis=0)
-    live = (row <= drafts) & (row < num_rows)
-    fault = tl.where(has_no_valid_token(best), NO_TOKEN, tl.where(has_nan(best), HAS_NAN, SOUND))
-    fault = tl.where(live, fault, SOUND)
-    # A row with a fault waits until it is a window's first.
-    stop = tl.where((fault != SOUND) & (row > 0), row - 1, W_BLOCK)
-    matches = tl.minimum(matches, tl.min(stop, axis=0))
-    fault = tl.max(tl.where(row == 0, fault, SOUND), axis=0)
-    if chances is not None:
-        rates, seed, num_tokens = chances
-        hit = uniform(seed, num_tokens + row) < tl.load(rates + row, is_draft, other=0.0)
-        matches = tl.min(tl.where(is_draft & hit, W_BLOCK, row), axis=0)
-
-    verified = (num_rows > 0) & (fault == SOUND)
-    accepted = tl.where(verified, matches, 0)
-    next_token = tl.sum(tl.where(row == accepted, token, 0), axis=0)
-    # A draft accepted by chance is emitted in place of the target's own token.
-    tl.store(tokens + row, tl.where(row < accepted, draft, token), row < num_rows)
-    return accepted.to(tl.int64), tl.where(verified, next_token, 0), fault
-
-
-@triton.jit
-def commit_row(
-    request,  # index, slot, num_query, samples
-    verified,  # num_accepted, next_token
-    before,  # num_tokens, num_computed
-    draft_tokens,  # [num_accepted], pointer to the first draft's
-    token_ids,  # [S, max_len], written
-    num_tokens,  # [S], written
-    num_computed,  # [S], written
-    new_num_tokens,  # [B], written
-    new_num_computed,  # [B], written
-    token_stride,
-    W_BLOCK: tl.constexpr,
-):
-    """Commit one request's accepted tokens."""
-    index, slot, query, samples = request
-    accepted, next_token = verified
-    tokens_before, computed_before = before
-    emitted = tl.where((query > 0) & samples, accepted + 1, 0)
-    tokens_after = tokens_before + emitted
-    computed_after = computed_before + query + accepted
-    tl.store(new_num_tokens + index, tokens_after)
-    tl.store(new_num_computed + index, computed_after)
-    tl.store(num_tokens + slot, tokens_after, query > 0)
-    tl.store(num_computed + slot, computed_after, query > 0)
-
-    row = tl.arange(0, W_BLOCK)
-    draft = tl.load(draft_tokens + row, row < emitted - 1, other=0)
-    token = tl.where(row < accepted, draft, next_token)
-    tl.store(token_ids + slot * token_stride + tokens_before + row, token, row < emitted)
-
-
 _KEYS_AT_A_TIME = 2048
 
 
@@ -134,18 +57,42 @@ def _verify_kernel(
 ):
     gdc_launch_and_wait(PDL)
     request = tl.program_id(0).to(tl.int64)
-    first, stop = tl.load(window_starts + request), tl.load(window_starts + request + 1)
-    drafts = tl.load(num_drafts + request)
-    chances = None
+    start, stop = tl.load(window_starts + request), tl.load(window_starts + request + 1)
+    drafts, num_rows = tl.load(num_drafts + request), stop - start
+    keys += start * NUM_TILES
+    row = tl.arange(0, W_BLOCK)
+    best = tl.full((W_BLOCK,), -(2**63), tl.int64)
+    for first in range(0, NUM_TILES, TILE_BLOCK):
+        tile = first + tl.arange(0, TILE_BLOCK)[None, :]
+        inside = (row[:, None] < num_rows) & (tile < NUM_TILES)
+        at = row[:, None] * NUM_TILES + tile
+        lowest = tl.full((W_BLOCK, TILE_BLOCK), -(2**63), tl.int64)
+        best = tl.maximum(best, tl.max(tl.load(keys + at, inside, other=lowest), axis=1))
+    token = token_of(best)
+
+    is_draft = row < drafts
+    draft = tl.load(sampled_token_ids + start + 1 + row, is_draft, other=0)
+    matches = tl.min(tl.where(is_draft & (token == draft), W_BLOCK, row), axis=0)
+    live = (row <= drafts) & (row < num_rows)
+    fault = tl.where(has_no_valid_token(best), NO_TOKEN, tl.where(has_nan(best), HAS_NAN, SOUND))
+    fault = tl.where(live, fault, SOUND)
+    # A row with a fault waits until it is a window's first.
+    end = tl.where((fault != SOUND) & (row > 0), row - 1, W_BLOCK)
+    matches = tl.minimum(matches, tl.min(end, axis=0))
+    fault = tl.max(tl.where(row == 0, fault, SOUND), axis=0)
     if rates is not None:
         seed = tl.load(seeds + tl.load(slots + request))
-        chances = (rates, seed, tl.load(num_tokens + request))
-    accepted, next_token, fault = verify_row(
-        keys + first * NUM_TILES, chances, (sampled_token_ids + first, stop - first, drafts),
-        tokens + first, NUM_TILES, W_BLOCK, TILE_BLOCK,
-    )  # fmt: skip
-    tl.store(num_accepted + request, accepted)
-    tl.store(next_tokens + request, next_token)
+        drawn = uniform(seed, tl.load(num_tokens + request) + row)
+        hit = drawn < tl.load(rates + row, is_draft, other=0.0)
+        matches = tl.min(tl.where(is_draft & hit, W_BLOCK, row), axis=0)
+
+    verified = (num_rows > 0) & (fault == SOUND)
+    accepted = tl.where(verified, matches, 0)
+    next_token = tl.sum(tl.where(row == accepted, token, 0), axis=0)
+    # A draft accepted by chance is emitted in place of the target's own token.
+    tl.store(tokens + start + row, tl.where(row < accepted, draft, token), row < num_rows)
+    tl.store(num_accepted + request, accepted.to(tl.int64))
+    tl.store(next_tokens + request, tl.where(verified, next_token, 0))
     tl.store(faults + request, fault)
 
 
@@ -160,7 +107,7 @@ def _commit_kernel(
     row_token_ids,  # [T]
     step_num_tokens,  # [B]
     step_num_computed,  # [B]
-    token_ids,  # [S, max_len]
+    token_ids,  # [S, max_len], written, as all below
     num_tokens,  # [S]
     num_computed,  # [S]
     new_num_tokens,  # [B]
@@ -172,16 +119,22 @@ def _commit_kernel(
 ):
     gdc_launch_and_wait(PDL)
     index = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + index)
+    slot, accepted = tl.load(slots + index), tl.load(num_accepted + index)
     query = tl.where(slot == reserved_slot, 0, tl.load(num_query + index))
-    request = (index, slot, query, tl.load(samples + index) != 0)
-    verified = (tl.load(num_accepted + index), tl.load(next_tokens + index))
-    before = (tl.load(step_num_tokens + index), tl.load(step_num_computed + index))
-    draft_tokens = row_token_ids + tl.load(row_starts + index) + query
-    commit_row(
-        request, verified, before, draft_tokens, token_ids, num_tokens, num_computed,
-        new_num_tokens, new_num_computed, token_stride, W_BLOCK,
-    )  # fmt: skip
+    sampled = tl.load(samples + index) != 0
+    tokens_before = tl.load(step_num_tokens + index)
+    emitted = tl.where((query > 0) & sampled, accepted + 1, 0)
+    computed_after = tl.load(step_num_computed + index) + query + accepted
+    tl.store(new_num_tokens + index, tokens_before + emitted)
+    tl.store(new_num_computed + index, computed_after)
+    tl.store(num_tokens + slot, tokens_before + emitted, query > 0)
+    tl.store(num_computed + slot, computed_after, query > 0)
+
+    row = tl.arange(0, W_BLOCK)
+    drafts = row_token_ids + tl.load(row_starts + index) + query
+    draft = tl.load(drafts + row, row < emitted - 1, other=0)
+    token = tl.where(row < accepted, draft, tl.load(next_tokens + index))
+    tl.store(token_ids + slot * token_stride + tokens_before + row, token, row < emitted)
 
 
 @triton.jit

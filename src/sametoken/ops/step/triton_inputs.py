@@ -14,7 +14,6 @@ from torch import Tensor
 
 from sametoken.ops.backend import AttentionRows, SampledRows
 from sametoken.ops.pdl import gdc_launch_and_wait, gdc_wait, pdl_options
-from sametoken.ops.step import types
 from sametoken.ops.step.types import NUM_COUNTS, LayoutTable, Sequences, StepInputs, VerifyResult
 from sametoken.types import layout as columns
 
@@ -84,26 +83,6 @@ def _prepare_rows(
     is_draft = live & (row >= query)
     draft = tl.load(draft_ids + slot * draft_stride + row - query, is_draft, other=0)
     return tl.where(is_draft, draft, token), position, row_slot
-
-
-@triton.jit
-def _store_sampled(
-    outputs,  # index or None, slots, positions, token ids, offsets
-    place,
-    inside,
-    index,
-    found,  # of _prepare_rows
-    offset,
-):
-    """Write sampled rows; only their offsets if every row is sampled (``to_index`` is None)."""
-    to_index, to_slots, to_positions, to_token_ids, to_offsets = outputs
-    tl.store(to_offsets + place, offset.to(tl.int64), inside)
-    if to_index is not None:
-        token, position, row_slot = found
-        tl.store(to_index + place, index, inside)
-        tl.store(to_slots + place, row_slot, inside)
-        tl.store(to_positions + place, position, inside)
-        tl.store(to_token_ids + place, token, inside)
 
 
 @triton.jit(
@@ -176,17 +155,18 @@ def _prepare_inputs_kernel(
         row = at + tl.arange(0, BLOCK)
         found = _prepare_rows(row, request, memory, reserved_slot)
         store_rows(rows, first + row, row < stop - first, found, row < query, table)
-    outputs = (
-        sampled_index, sampled_slots, sampled_positions, sampled_token_ids, sampled_offsets
-    )  # fmt: skip
     for at in range(begin, (window_stop - window).to(tl.int32), step):
         offset = at + tl.arange(0, BLOCK)
-        inside = offset < window_stop - window
-        # Padding after the last window has no query rows.
-        row = offset + tl.maximum(query - 1, 0)
-        found = _prepare_rows(row, request, memory, reserved_slot)
-        index = tl.where(is_padding, 0, first + row)
-        _store_sampled(outputs, window + offset, inside, index, found, offset)
+        place, inside = window + offset, offset < window_stop - window
+        tl.store(sampled_offsets + place, offset.to(tl.int64), inside)
+        if sampled_index is not None:
+            # Padding after the last window has no query rows.
+            row = offset + tl.maximum(query - 1, 0)
+            token, position, row_slot = _prepare_rows(row, request, memory, reserved_slot)
+            tl.store(sampled_index + place, tl.where(is_padding, 0, first + row), inside)
+            tl.store(sampled_slots + place, row_slot, inside)
+            tl.store(sampled_positions + place, position, inside)
+            tl.store(sampled_token_ids + place, token, inside)
 
 
 def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
@@ -198,11 +178,11 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
     samples = table.new_empty(shape.num_requests, dtype=torch.bool)
     token_ids, positions, row_slots, kv_slots = (table.new_empty(shape.num_rows) for _ in range(4))
     committed = table.new_empty(shape.num_rows, dtype=torch.bool)
-    offsets = table.new_empty(shape.num_sampled)
     if shape.all_sampled:
+        offsets = table.new_empty(shape.num_sampled)
         sampled = SampledRows(None, row_slots, positions, token_ids, offsets)
     else:
-        sampled = _separate(offsets)
+        sampled = SampledRows(*(table.new_empty(shape.num_sampled) for _ in range(5)))
     longest = max(shape.max_rows, shape.num_rows - shape.num_requests, 1)
     _prepare_inputs_kernel[(shape.num_requests + 1, triton.cdiv(longest, _BLOCK))](
         table,
@@ -223,7 +203,7 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
         sampled.slots,
         sampled.positions,
         sampled.token_ids,
-        offsets,
+        sampled.offsets,
         table.stride(0),
         shape.num_requests,
         shape.num_rows,
@@ -242,13 +222,7 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
     return layout.inputs(sequences, lengths, samples, token_ids, rows, sampled)
 
 
-def _separate(offsets: Tensor) -> SampledRows:
-    """Memory for sampled rows where not all rows are sampled."""
-    index, slots, positions, token_ids = (torch.empty_like(offsets) for _ in range(4))
-    return SampledRows(index, slots, positions, token_ids, offsets)
-
-
-_COUNTS = tl.constexpr(types.NUM_COUNTS)
+_COUNTS = tl.constexpr(NUM_COUNTS)
 #: Integers that one warp reads at most.
 _PER_WARP = 512
 

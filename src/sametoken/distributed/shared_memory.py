@@ -80,17 +80,15 @@ def open_shared(handles: Mapping[str, MemoryHandle], device: torch.device) -> Te
             f"the trainer's tensors are on {others or 'no device'}, the engine on {here}",
             "run both on one device of one host, or send the weights by nccl or gloo",
         )
+    handle = handles[here]
     try:
-        opened: Tensor = (_opened_on_gpu if _is_gpu(device) else _opened_on_host)(
-            handles[here], device
-        )
+        return _opened_on_gpu(handle, device) if _is_gpu(device) else _opened_on_host(handle)
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
         raise WeightUpdateError(
             f"a tensor of the trainer cannot be opened ({first})",
             "keep the trainer and its tensors alive until the update is finished",
         ) from error
-    return opened
 
 
 def _opened_on_gpu(handle: MemoryHandle, device: torch.device) -> Tensor:
@@ -115,7 +113,7 @@ def _opened_on_gpu(handle: MemoryHandle, device: torch.device) -> Tensor:
     return tensor
 
 
-def _opened_on_host(handle: MemoryHandle, device: torch.device) -> Tensor:
+def _opened_on_host(handle: MemoryHandle) -> Tensor:
     whole = mapped(handle.memory.decode(), handle.num_bytes)
     tensor = torch.empty(0, dtype=getattr(torch, handle.dtype))
     return tensor.set_(whole.untyped_storage(), handle.offset, handle.shape, handle.strides)

@@ -164,9 +164,6 @@ class PrefixCache:
     def __contains__(self, block: int) -> bool:
         return block in self._key_of
 
-    def __len__(self) -> int:
-        return len(self._block_of)
-
     def match(self, keys: Sequence[bytes]) -> tuple[int, ...]:
         """Blocks of the longest prefix of ``keys`` that is cached."""
         # Up to the first None, without a Python loop: waiting prompts are matched in every plan.

@@ -227,8 +227,8 @@ class Scheduler:
         Raises:
             InvariantError: the result belongs to another step, or does not fit the plan.
         """
-        if not self._in_flight or self._in_flight[0].plan.step_id != result.step_id:
-            expected = self._in_flight[0].plan.step_id if self._in_flight else "none"
+        expected = self._in_flight[0].plan.step_id if self._in_flight else "none"
+        if result.step_id != expected:
             raise InvariantError(f"result of step {result.step_id} arrived, expected {expected}")
         step = self._in_flight[0]
         if len(result.requests) != len(step.requests):

@@ -102,7 +102,7 @@ def test_of_two_equal_answers_one_is_kept(kit):
     for name in "ab":
         scheduler.release(name, 14)
         scheduler.check_integrity()
-    assert len(scheduler._pool.prefix_cache) == 3
+    assert len(scheduler._pool.prefix_cache.blocks()) == 3
     assert num_cached(kit, scheduler, spoken(15)) == 12
 
 

@@ -132,7 +132,7 @@ def test_without_prefix_caching_nothing_is_shared(kit):
         scheduler.add(kit.request(name, PROMPT))
         assert kit.step(scheduler)[0].admissions[0].num_cached == 0
     scheduler.release("a", len(PROMPT))
-    assert scheduler.prefix_cache_queries == len(scheduler._pool.prefix_cache) == 0
+    assert scheduler.prefix_cache_queries == len(scheduler._pool.prefix_cache.blocks()) == 0
 
 
 def test_a_request_may_keep_out_of_the_prefix_cache(kit):

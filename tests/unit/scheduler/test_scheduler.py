@@ -435,7 +435,7 @@ class Driver:
     def new_drafter_weights(self):
         """Likewise; tokens, which are the target's, are computed as before."""
         self.scheduler.begin_drafter_weights()
-        assert not len(self.scheduler._pool.prefix_cache)
+        assert not self.scheduler._pool.prefix_cache.blocks()
         self.note_prompts()
 
     def note_prompts(self):
@@ -445,7 +445,7 @@ class Driver:
 
     def forget_prefixes(self):
         self.scheduler.forget_prefixes()
-        assert not len(self.scheduler._pool.prefix_cache)
+        assert not self.scheduler._pool.prefix_cache.blocks()
         self.check()
 
     def forget(self, name):

@@ -35,7 +35,7 @@ def test_blocks_come_back_as_they_were():
         memory.normal_()
     out, back = tuple(range(0, 39, 2)), tuple(range(1, 40, 2))
     held = [memory[:, list(out)].clone() for memory in cache.blocks]
-    store = SwapStore((cache,), 30, 2**24, pinned=True)
+    store = SwapStore((cache,), 2**24, pinned=True)
     hosts = tuple(range(29, 9, -1))
     assert store.host[0].is_pinned()
     store.move_out(StepPlan(1, swap_outs=(SwapOut(0, out, hosts),)))

@@ -225,7 +225,7 @@ def build(
 
     step = noted(step, note)
     caches = (kv, *drafter.kv_caches)
-    swap = SwapStore(caches, shape.num_host_blocks, 2**24, pinned=False)
+    swap = SwapStore(caches, 2**24, pinned=False)
     states = KeptStateStore(caches, shape.num_kept_states)
     for memory in (memory for one in states.caches for memory in one.kept):
         memory.fill_(float("nan"))

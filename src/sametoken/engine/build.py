@@ -208,7 +208,7 @@ def _assemble(loaded: Loaded, ranks: Ranks, announce: Callable[[str], None]) -> 
         step=step,
         processing=processing,
         launcher=launcher,
-        swap=SwapStore(caches, loaded.swap.num_host_blocks, loaded.swap.limit, pinned=on_gpu),
+        swap=SwapStore(caches, loaded.swap.limit, pinned=on_gpu),
         kept_states=KeptStateStore(caches, memory.num_kept_states),
         stream=ranks.stream(device, steps),
         ring=ring,

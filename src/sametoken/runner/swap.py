@@ -24,7 +24,6 @@ class SwapStore:
 
     Args:
         caches: the caches of the target and of the drafter.
-        num_blocks: host blocks.
         limit: bytes of host memory, at most.
         pinned: whether the caches are on a GPU.
 
@@ -32,12 +31,10 @@ class SwapStore:
         host: the host blocks.
     """
 
-    def __init__(
-        self, caches: tuple[ModelCache, ...], num_blocks: int, limit: int, *, pinned: bool
-    ) -> None:
+    def __init__(self, caches: tuple[ModelCache, ...], limit: int, *, pinned: bool) -> None:
         self._memory = tuple(_movable(tensor) for cache in caches for tensor in cache.blocks)
         self._widths = [memory[:, 0].nbytes for memory in self._memory]
-        self.host = HostBlocks(num_blocks, limit, max(sum(self._widths), 1), pinned=pinned)
+        self.host = HostBlocks(limit, max(sum(self._widths), 1), pinned=pinned)
         self._piece = max(1, PIECE_BYTES // self.host.block_bytes)
 
     def move_out(self, plan: StepPlan) -> None:

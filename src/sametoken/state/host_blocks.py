@@ -25,14 +25,12 @@ class HostBlocks:
     """Blocks of ``block_bytes`` bytes each in host memory, pinned for a GPU.
 
     Args:
-        num_blocks: from ``blocks_within``.
-        limit: bytes, as there.
+        limit: bytes, as in ``blocks_within``, which says how many blocks there are.
         block_bytes: bytes of a KV block over all caches.
         pinned: whether a GPU copies to and from them.
     """
 
-    def __init__(self, num_blocks: int, limit: int, block_bytes: int, *, pinned: bool) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, limit: int, block_bytes: int, *, pinned: bool) -> None:
         self.block_bytes = block_bytes
         self._segment_bytes = _segment_bytes(limit, block_bytes)
         self._pinned = pinned

@@ -133,7 +133,7 @@ def test_a_swap_moves_a_request_s_blocks_of_every_layer_and_no_slot():
     for memory in cache.blocks:
         memory.normal_()
     held = [memory[:, [4, 1]].clone() for memory in cache.blocks]
-    store = SwapStore((cache,), 9, 2**20, pinned=False)
+    store = SwapStore((cache,), 2**20, pinned=False)
     store.move_out(StepPlan(1, swap_outs=(SwapOut(0, (4, 1), (8, 3)),)))
     for memory in cache.blocks:
         memory.fill_(float("nan"))

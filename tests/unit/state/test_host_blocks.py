@@ -24,7 +24,7 @@ from sametoken.state.host_blocks import HostBlocks, blocks_within
 def test_segments_stay_within_the_limit(limit, block_bytes, blocks, monkeypatch):
     monkeypatch.setattr(host_blocks, "SEGMENT_BYTES", 1024)
     assert blocks_within(limit, block_bytes) == blocks
-    held = HostBlocks(blocks, limit, block_bytes, pinned=False)
+    held = HostBlocks(limit, block_bytes, pinned=False)
     assert not held._segments, "memory is taken as it is needed"
     for index in range(blocks):
         held[index].fill_(index % 251)

@@ -23,8 +23,6 @@ from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.ops.model.recurrent.rule import RawRows
 from sametoken.ops.native.backend import NativeKernels
-from sametoken.ops.native.library import load_library
-from sametoken.ops.native.weights import silu_mul
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.state.caches import ModelCache
 
@@ -84,7 +82,6 @@ class Model:
 
     def native_layer(self, rows: int) -> Operations:
         kernels, packed, where = self.kernels, self.packed, self.window(rows)
-        library = load_library()
         x, residual = torch.randn(2, rows, HIDDEN).bfloat16()
         qkv = torch.randn(rows, LINEARS["qkv"][0]).bfloat16()
         q = torch.randn(rows, SHAPE.num_heads, SHAPE.head_dim).bfloat16()
@@ -100,7 +97,7 @@ class Model:
             "o": lambda i: packed["o"][i].matmul(x),
             "add_rms_norm 2": lambda _: kernels.add_rms_norm(x, residual, self.norm, 1e-5),
             "gate_up": lambda i: packed["gate_up"][i].matmul(x),
-            "silu_mul": lambda _: silu_mul(library, gate_up),
+            "silu_mul": lambda _: kernels.silu_mul(gate_up),
             "down": lambda i: packed["down"][i].matmul(wide),
         }
 

@@ -34,8 +34,13 @@ def recomputed(kernel: Callable[..., T], formula: Formula, *inputs: Tensor) -> T
         formula: the same of inputs in fp32, differentiable.
         inputs: any floating dtypes.
     """
-    out: T = _apply(_Recomputed, kernel, formula, *inputs)
-    return out
+    num_inputs = len(inputs)
+
+    def gradients_of(*kept: Tensor) -> list[Tensor | None]:
+        given, of = kept[:num_inputs], kept[num_inputs:]
+        return gradients(formula, given, [one.requires_grad for one in given], of)
+
+    return derived(lambda *inputs: (kernel(*inputs), inputs), gradients_of, *inputs)
 
 
 def derived(
@@ -52,7 +57,7 @@ def derived(
             for inputs that require none.
         inputs: any floating dtypes.
     """
-    out: T = _apply(_Derived, kernel, gradients_of, *inputs)
+    out: T = _Derived.apply(kernel, gradients_of, *inputs)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -120,8 +125,18 @@ def packed_attention(
         shape: of the layer.
         lengths: of the sequences, T in total.
     """
-    out: Tensor = _apply(_PackedAttention, kernel, shape, lengths, *qkv)
-    return out
+
+    def gradients_of(*kept: Tensor) -> list[Tensor | None]:
+        needed = [tensor.requires_grad for tensor in kept[:3]]
+        columns = [torch.split(tensor, [*lengths]) for tensor in kept]
+        parts: list[list[Any]] = [
+            gradients(lambda q, k, v: attended(q, k, v, shape), sequence, needed, [of])
+            for *sequence, of in zip(*columns, strict=True)
+        ]
+        by_input = zip(*parts, strict=True)
+        return [torch.cat(pieces) if pieces[0] is not None else None for pieces in by_input]
+
+    return derived(lambda *qkv: (kernel(qkv[0]), qkv), gradients_of, *qkv)
 
 
 def token_logprobs(
@@ -141,8 +156,31 @@ def token_logprobs(
     Returns:
         [L] fp32.
     """
-    out: Tensor = _apply(_TokenLogprobs, compute_logits, chosen, hidden, matrix)
-    return out
+    num_rows = max(SCORED_BYTES // (matrix.shape[0] * torch.float32.itemsize), 1)
+
+    def run(hidden: Tensor, matrix: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        pairs = zip(torch.split(hidden, num_rows), torch.split(chosen, num_rows), strict=True)
+        found = [_chosen_logprobs(compute_logits(rows), ids) for rows, ids in pairs]
+        return torch.cat(found), (chosen, hidden, matrix)
+
+    def gradients_of(
+        chosen: Tensor, hidden: Tensor, matrix: Tensor, of: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        by_hidden = torch.empty_like(hidden)
+        by_matrix = torch.zeros_like(matrix, dtype=torch.float32) if matrix.requires_grad else None
+        for first in range(0, hidden.shape[0], num_rows):
+            at = slice(first, first + num_rows)
+            rows = hidden[at].detach().requires_grad_()
+            with torch.enable_grad():
+                logprobs = _chosen_logprobs(compute_logits(rows), chosen[at])
+            wanted = (rows,) if by_matrix is None else (rows, matrix)
+            by_hidden[at], *rest = torch.autograd.grad(logprobs, wanted, of[at])
+            if by_matrix is not None:
+                by_matrix += rest[0]
+        of_matrix = None if by_matrix is None else by_matrix.to(matrix.dtype)
+        return by_hidden if hidden.requires_grad else None, of_matrix
+
+    return derived(run, gradients_of, hidden, matrix)
 
 
 def gradients(
@@ -182,24 +220,6 @@ def attended(q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
     return torch.einsum("grnm,mgd->ngrd", weights, v).flatten(1)
 
 
-def _apply(function: type[Function], *arguments: Any) -> Any:
-    return function.apply(*arguments)  # type: ignore[no-untyped-call]
-
-
-class _Recomputed(Function):
-    @staticmethod
-    def forward(ctx: Any, kernel: Formula, formula: Formula, *inputs: Tensor) -> Any:
-        ctx.formula = formula
-        ctx.save_for_backward(*inputs)
-        return kernel(*inputs)
-
-    @staticmethod
-    @without_modes()
-    def backward(ctx: Any, *of: Tensor) -> Any:
-        needed = ctx.needs_input_grad[2:]
-        return None, None, *gradients(ctx.formula, ctx.saved_tensors, needed, of)
-
-
 class _Derived(Function):
     @staticmethod
     def forward(ctx: Any, kernel: Formula, gradients_of: Formula, *inputs: Tensor) -> Any:
@@ -212,68 +232,6 @@ class _Derived(Function):
     @without_modes()
     def backward(ctx: Any, *of: Tensor) -> Any:
         return None, None, *ctx.gradients_of(*ctx.saved_tensors, *of)
-
-
-class _PackedAttention(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        kernel: Callable[[Tensor], Tensor],
-        shape: AttentionShape,
-        lengths: Sequence[int],
-        *qkv: Tensor,
-    ) -> Any:
-        ctx.shape, ctx.lengths = shape, lengths
-        ctx.save_for_backward(*qkv)
-        return kernel(qkv[0])
-
-    @staticmethod
-    @without_modes()
-    def backward(ctx: Any, *of: Tensor) -> Any:
-        needed, shape = ctx.needs_input_grad[3:], ctx.shape
-        columns = [torch.split(tensor, ctx.lengths) for tensor in (*ctx.saved_tensors, *of)]
-        parts: list[list[Any]] = [
-            gradients(lambda q, k, v: attended(q, k, v, shape), qkv, needed, [piece])
-            for *qkv, piece in zip(*columns, strict=True)
-        ]
-        by_input = zip(*parts, strict=True)
-        joined = [torch.cat(pieces) if pieces[0] is not None else None for pieces in by_input]
-        return None, None, None, *joined
-
-
-class _TokenLogprobs(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        compute_logits: Callable[[Tensor], Tensor],
-        chosen: Tensor,
-        hidden: Tensor,
-        matrix: Tensor,
-    ) -> Any:
-        ctx.compute_logits = compute_logits
-        ctx.save_for_backward(chosen, hidden, matrix)
-        size = ctx.num_rows = max(SCORED_BYTES // (matrix.shape[0] * torch.float32.itemsize), 1)
-        pairs = zip(torch.split(hidden, size), torch.split(chosen, size), strict=True)
-        return torch.cat([_chosen_logprobs(compute_logits(rows), ids) for rows, ids in pairs])
-
-    @staticmethod
-    @without_modes()
-    def backward(ctx: Any, *of: Tensor) -> Any:
-        chosen, hidden, matrix = ctx.saved_tensors
-        _, _, of_hidden, of_matrix = ctx.needs_input_grad
-        by_hidden = torch.empty_like(hidden)
-        by_matrix = torch.zeros_like(matrix, dtype=torch.float32) if of_matrix else None
-        for first in range(0, hidden.shape[0], ctx.num_rows):
-            at = slice(first, first + ctx.num_rows)
-            rows = hidden[at].detach().requires_grad_()
-            with torch.enable_grad():
-                logprobs = _chosen_logprobs(ctx.compute_logits(rows), chosen[at])
-            wanted = (rows, matrix) if of_matrix else (rows,)
-            by_hidden[at], *rest = torch.autograd.grad(logprobs, wanted, of[0][at])
-            if by_matrix is not None:
-                by_matrix += rest[0]
-        of_matrices = None if by_matrix is None else by_matrix.to(matrix.dtype)
-        return None, None, by_hidden if of_hidden else None, of_matrices
 
 
 def _chosen_logprobs(logits: Tensor, chosen: Tensor) -> Tensor:

@@ -65,10 +65,11 @@ class VerifiedDrafts:
 
 
 class Distillation(ABC):
-    """An ``Objective`` over batches and the target's states."""
+    """An ``Objective`` over batches and the target's states, which verifies k drafts a row."""
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, k: int) -> None:
         self.network = network
+        self.k = k
         self._material: tuple[Batches, StateSource] | None = None
 
     def train_on(self, batches: Batches, states: StateSource) -> None:
@@ -122,15 +123,13 @@ class Material:
         )
 
     @torch.no_grad()
-    def measure(
-        self, objective: Distillation, k: int
-    ) -> tuple[Acceptance, SpeculationMetrics, int]:
+    def measure(self, objective: Distillation) -> tuple[Acceptance, SpeculationMetrics, int]:
         """Acceptance over the held-back sequences, or if there are none over the training ones.
 
         The last value is how many sequences were measured: of many, those of the first batches.
         """
         batches = self.answers(self.held or self.trained, 0)
-        acceptance = Acceptance.none(k, self.device)
+        acceptance = Acceptance.none(objective.k, self.device)
         num_accepted: list[int] = []
         counts: list[int] = []
         for step in range(min(len(batches), _MEASURED_BATCHES)):
@@ -139,7 +138,7 @@ class Material:
             acceptance = acceptance + found.acceptance
             num_accepted += verified.num_accepted.tolist()
             counts += verified.counts
-        return acceptance, walk(num_accepted, counts, k), len(counts)
+        return acceptance, walk(num_accepted, counts, objective.k), len(counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +260,6 @@ class Run:
 
     Attributes:
         settings: identify it together with the loop's options, as JSON values.
-        k: drafts that are verified.
         coverage: see ``DrafterResult``.
         write: writes the drafter; measurement runs the written weights.
     """
@@ -269,7 +267,6 @@ class Run:
     objective: Distillation
     material: Material
     settings: dict[str, Any]
-    k: int
     coverage: float
     write: Callable[[], None]
 
@@ -293,7 +290,7 @@ def run(ready: Run, output: Path, report: Callable[[Report], None], began: float
     identity = ready.settings | {"text": material.sequences.digest}
     last = run_loop(ready.objective, loop, output, report, identity=identity, began=began)
     ready.write()
-    acceptance, engine, measured = material.measure(ready.objective, ready.k)
+    acceptance, engine, measured = material.measure(ready.objective)
     result = DrafterResult(
         steps=last.step,
         seconds=round(time.monotonic() - began, 1),

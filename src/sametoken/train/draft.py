@@ -58,10 +58,9 @@ class DraftObjective(Distillation):
     """
 
     def __init__(self, network: DecoderNetwork, target: Target, k: int, compute: Compute) -> None:
-        super().__init__(network)
+        super().__init__(network, k)
         self._drafter = network
         self._head = target.head
-        self._k = k
         self._compute = compute
 
     def batch_loss(self, batch: Batch, states: BatchStates) -> tuple[StepLoss, VerifiedDrafts]:
@@ -80,10 +79,10 @@ class DraftObjective(Distillation):
             torch.ones_like(agrees),
         )
         right = chosen == following
-        correct = torch.zeros((self._k, right.shape[0]), dtype=torch.bool, device=right.device)
-        for draft in range(self._k):
+        correct = torch.zeros((self.k, right.shape[0]), dtype=torch.bool, device=right.device)
+        for draft in range(self.k):
             correct[draft, : max(right.shape[0] - draft, 0)] = right[draft:]
-        acceptance, num_accepted = count_accepted(correct, rows.goes_on(agrees, self._k))
+        acceptance, num_accepted = count_accepted(correct, rows.goes_on(agrees, self.k))
         return StepLoss(loss, acceptance), VerifiedDrafts(num_accepted, rows.counts)
 
 
@@ -124,9 +123,7 @@ def train_draft(
         network.initialise(loop.seed)
         network = network.to(compute.device)
         longest = padded_length(loop.longest(files.config.max_position_embeddings))
-        target = FrozenTarget(
-            files, aux_layers=(), max_positions=longest, dtype=compute.dtype, device=compute.device
-        )
+        target = FrozenTarget(files, compute, aux_layers=(), max_positions=longest)
         material = prepare_material(
             target, given, 0, loop, compute, cache=draft.cache_states, announce=announce
         )
@@ -141,7 +138,6 @@ def train_draft(
             objective=DraftObjective(network, target, draft.verified_drafts, compute),
             material=material,
             settings=settings,
-            k=draft.verified_drafts,
             coverage=1.0,
             write=write,
         )

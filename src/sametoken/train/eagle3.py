@@ -167,13 +167,8 @@ def train_eagle3(
     with training_in(output, loop, settings) as compute:
         files, layers, layer = open_for_head(model, head)
         given = read_text(text, files.config, loop, layers)
-        target = FrozenTarget(
-            files,
-            aux_layers=layers,
-            max_positions=padded_length(loop.longest(files.config.max_position_embeddings)),
-            dtype=compute.dtype,
-            device=compute.device,
-        )
+        longest = padded_length(loop.longest(files.config.max_position_embeddings))
+        target = FrozenTarget(files, compute, aux_layers=layers, max_positions=longest)
         material = prepare_material(
             target, given, len(layers), loop, compute, cache=head.cache_states, announce=announce
         )
@@ -195,7 +190,6 @@ def train_eagle3(
             objective=HeadObjective(network, target, token_ids, unroll, compute),
             material=material,
             settings=settings,
-            k=head.ttt_steps,
             coverage=covered,
             write=lambda: _write(network, token_ids, layout, output),
         )

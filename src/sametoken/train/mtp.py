@@ -122,7 +122,6 @@ def train_mtp(
             ),
             material=material,
             settings=settings,
-            k=module.ttt_steps,
             coverage=1.0,
             write=lambda: write_with_module(model, output, network),
         )

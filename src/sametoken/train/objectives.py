@@ -62,11 +62,11 @@ class HeadObjective(Distillation):
         unroll: Unroll,
         compute: Compute,
     ) -> None:
-        super().__init__(network)
+        super().__init__(network, unroll.steps)
         device = target.embedding.device
         self._head = network
         self._embedding = target.embedding
-        self._unroll = unroll
+        self._decay = unroll.decay
         self._compute = compute
         self._token_ids = token_ids.to(device)
         self._inside = membership(token_ids, target.config.vocab_size).to(device)
@@ -74,7 +74,7 @@ class HeadObjective(Distillation):
 
     def batch_loss(self, batch: Batch, states: BatchStates) -> tuple[StepLoss, VerifiedDrafts]:
         """The loss of a batch, and how its drafts were verified."""
-        rows, k, dtype = DraftRows.of(batch), self._unroll.steps, self._compute.dtype
+        rows, k, dtype = DraftRows.of(batch), self.k, self._compute.dtype
         wanted = states.last.flatten(0, 1)[rows.flat + 1] @ self._draft_rows.T
         probabilities = wanted.float().softmax(-1)
         following = states.greedy.flatten()[rows.flat + 1]
@@ -98,7 +98,7 @@ class HeadObjective(Distillation):
                 )
                 losses.append(loss)
                 correct[draft, :num_rows] = self._token_ids[chosen] == following[draft:]
-        weights = [self._unroll.decay**draft for draft in range(k)]
+        weights = [self._decay**draft for draft in range(k)]
         total = torch.stack([w * loss for w, loss in zip(weights, losses, strict=True)]).sum()
         acceptance, num_accepted = count_accepted(correct, rows.goes_on(agrees, k))
         return StepLoss(total / sum(weights), acceptance), VerifiedDrafts(num_accepted, rows.counts)

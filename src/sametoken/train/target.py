@@ -22,6 +22,7 @@ from sametoken.models.layer_types import require_supported
 from sametoken.models.load.quantization import require_unquantized
 from sametoken.models.load.sources import TensorSource, require_finite
 from sametoken.models.loader import open_checkpoint
+from sametoken.train.compute import Compute
 from sametoken.types.option_values import listed
 
 _ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
@@ -74,10 +75,9 @@ class FrozenTarget:
 
     Args:
         files: its config and tensors.
+        compute: dtype and device of weights and activations.
         aux_layers: layers whose input is kept, as ``Decoder`` counts them.
         max_positions: longest sequence, padding included.
-        dtype: of weights and activations.
-        device: of weights and activations.
 
     Attributes:
         config: the architecture.
@@ -92,14 +92,13 @@ class FrozenTarget:
     def __init__(
         self,
         files: TargetFiles,
+        compute: Compute,
         *,
         aux_layers: tuple[int, ...],
         max_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         self.config = files.config
-        self._weights = _read(files, dtype, device)
+        self._weights = _read(files, compute)
         self._aux_layers = aux_layers
         self.embedding = self._weights["model.embed_tokens.weight"]
         self.head = self._weights.get(HEAD, self.embedding)
@@ -108,7 +107,7 @@ class FrozenTarget:
             self.config.rope,
             head_dim=self.config.head_dim,
             max_positions=max_positions,
-            device=device,
+            device=compute.device,
         )
 
     @torch.no_grad()
@@ -191,10 +190,10 @@ def _require_tensors(source: TensorSource, config: ModelConfig) -> None:
             )
 
 
-def _read(files: TargetFiles, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def _read(files: TargetFiles, compute: Compute) -> dict[str, Tensor]:
     weights = {}
     for name in _shapes(files.config):
-        chunks = [chunk.to(device, dtype) for chunk in files.source.chunks(name)]
+        chunks = [chunk.to(compute.device, compute.dtype) for chunk in files.source.chunks(name)]
         weights[name] = torch.cat(chunks)
         require_finite(weights[name], name, files.source)
     return weights

@@ -10,18 +10,15 @@ import torch
 from helpers.checkpoints import write_llama
 from sametoken.errors import ConfigError
 from sametoken.extraction.shards import SequenceEntry
+from sametoken.train.compute import Compute
 from sametoken.train.states import LayerStates, read_states
 from sametoken.train.target import FrozenTarget, open_target
 
 
 def test_states_beyond_the_memory_are_one_error(tmp_path):
-    target = FrozenTarget(
-        open_target(write_llama(tmp_path)),
-        aux_layers=(0,),
-        max_positions=64,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    compute = Compute(torch.device("cpu"), torch.float32)
+    files = open_target(write_llama(tmp_path))
+    target = FrozenTarget(files, compute, aux_layers=(0,), max_positions=64)
     # No process has as many addresses.
     entry = SequenceEntry("a", "digest", 1, 2**50 - 1, True)
     extracted = SimpleNamespace(manifest=SimpleNamespace(sequences=(entry,)))

@@ -12,10 +12,12 @@ from helpers.checkpoints import LLAMA, VOCAB, random_weight, write_checkpoint, w
 from sametoken import LLM, SamplingParams
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.extraction.shards import ExtractedStates
+from sametoken.train.compute import Compute
 from sametoken.train.target import FrozenTarget, open_target, require_layers
 
 CPU = torch.device("cpu")
-OPTIONS = {"aux_layers": (0, 2, 4), "max_positions": 64, "device": CPU}
+EXACT = Compute(CPU, torch.float32)
+OPTIONS = {"aux_layers": (0, 2, 4), "max_positions": 64}
 
 
 def write_qwen3(directory):
@@ -57,7 +59,7 @@ def test_its_states_are_the_engine_s(tmp_path, write, dtype, tolerance):
     model = write(tmp_path / "model")
     prompts = [[1, 2, 3], [7, 5, 3, 2, 1, 0, 4], [22]]
     states = extracted(model, tmp_path / "states", dtype, prompts)
-    target = FrozenTarget(open_target(model), dtype=getattr(torch, dtype), **OPTIONS)
+    target = FrozenTarget(open_target(model), Compute(CPU, getattr(torch, dtype)), **OPTIONS)
     for index in range(len(states)):
         one = states[index]
         found = target.states(one.token_ids[None, :-1]).auxiliary[0].float()
@@ -67,7 +69,7 @@ def test_its_states_are_the_engine_s(tmp_path, write, dtype, tolerance):
 
 
 def test_padding_changes_no_row_before_it(tmp_path):
-    target = FrozenTarget(open_target(write_llama(tmp_path)), dtype=torch.float32, **OPTIONS)
+    target = FrozenTarget(open_target(write_llama(tmp_path)), EXACT, **OPTIONS)
     short = torch.tensor([[3, 1, 4, 1, 5]])
     padded = torch.cat((short, torch.full((1, 6), 9)), dim=1)
     torch.testing.assert_close(
@@ -80,7 +82,7 @@ def test_a_tied_target_has_one_embedding(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    target = FrozenTarget(open_target(tmp_path), dtype=torch.float32, **OPTIONS)
+    target = FrozenTarget(open_target(tmp_path), EXACT, **OPTIONS)
     assert target.head is target.embedding
     assert target.head.shape[0] == VOCAB
 
@@ -119,4 +121,4 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value):
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = value
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight .* holds NaN"):
-        FrozenTarget(open_target(tmp_path), dtype=torch.float32, **OPTIONS)
+        FrozenTarget(open_target(tmp_path), EXACT, **OPTIONS)

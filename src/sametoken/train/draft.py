@@ -132,7 +132,7 @@ def train_draft(
             for name in _TOKENIZER_FILES if model.is_dir() else ():
                 if (model / name).is_file():
                     copy_file(model / name, output / name)
-            write_decoder(output, config, network, torch.bfloat16)
+            write_decoder(output, config, network)
 
         ready = Run(
             objective=DraftObjective(network, target, draft.verified_drafts, compute),

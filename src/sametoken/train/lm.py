@@ -194,7 +194,7 @@ def train_lm(
         announce(f"{_parameters(network)} parameters, {corpus.num_tokens} tokens of text")
         identity = settings | {"text": corpus.digest}
         last = run_loop(objective, loop, output, report, identity=identity, began=began)
-        write_decoder(output, config, network, torch.bfloat16)
+        write_decoder(output, config, network)
         result = _result(objective, last, corpus, began)
         write_result(output, settings | {"loop": asdict(loop)}, asdict(result))
         return result

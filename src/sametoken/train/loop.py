@@ -197,10 +197,7 @@ class _Loop:
             with replacing(self._path) as unfinished:
                 torch.save(state, unfinished)
         except (OSError, RuntimeError) as error:
-            raise ConfigError(
-                f"{self._path} cannot be written ({in_words(error)})",
-                "make room or choose another output",
-            ) from error
+            raise not_written(self._path, error) from error
 
     def _restore(self) -> None:
         with _readable(self._path):
@@ -224,6 +221,13 @@ class _Loop:
         torch.set_rng_state(state["rng"])
         if torch.cuda.is_available() and state["cuda_rng"]:
             torch.cuda.set_rng_state_all(state["cuda_rng"])
+
+
+def not_written(path: Path, error: Exception) -> ConfigError:
+    """The error of a file of the output directory that could not be written."""
+    return ConfigError(
+        f"{path} cannot be written ({in_words(error)})", "make room or choose another output"
+    )
 
 
 def require_same_training(output: Path, options: LoopOptions, settings: dict[str, Any]) -> None:

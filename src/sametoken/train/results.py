@@ -27,7 +27,7 @@ from sametoken.models.heads.mtp import PREFIX
 from sametoken.models.load.files import INDEX, SINGLE, TRAINING, files_for_a_copy, weight_files
 from sametoken.models.safetensors_file import write_safetensors
 from sametoken.train.compute import Compute, choose_compute, enough_memory
-from sametoken.train.loop import CHECKPOINT, require_same_training
+from sametoken.train.loop import CHECKPOINT, not_written, require_same_training
 from sametoken.train.networks import DecoderNetwork
 from sametoken.train.options import LoopOptions
 
@@ -107,18 +107,13 @@ def write_result(directory: Path, settings: dict[str, Any], result: dict[str, An
     write_text(directory / TRAINING, text)
 
 
-def write_decoder(
-    directory: Path, config: dict[str, Any], network: DecoderNetwork, dtype: torch.dtype
-) -> None:
-    """Write config.json and model.safetensors; the network takes the rounded weights.
+def write_decoder(directory: Path, config: dict[str, Any], network: DecoderNetwork) -> None:
+    """Write config.json and model.safetensors, in bf16; the network takes the rounded weights.
 
     Raises:
         ConfigError: the directory cannot be written.
     """
-    tensors = _rounded(network, dtype)
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    _save(tensors, directory / SINGLE)
-    write_text(directory / _CONFIG, text)
+    _write_checkpoint(directory, config, _rounded(network))
 
 
 def write_with_module(source: Path, directory: Path, network: DecoderNetwork) -> None:
@@ -131,7 +126,7 @@ def write_with_module(source: Path, directory: Path, network: DecoderNetwork) ->
         ConfigError: the directory cannot be written.
         CheckpointError: a file of weights cannot be read.
     """
-    module = _rounded(network.mtp, torch.bfloat16)
+    module = _rounded(network.mtp)
     tensors = {f"{PREFIX}.{name}": tensor for name, tensor in module.items()}
     _save(tensors, directory / _MODULE_FILE)
     files: dict[str, str] = {}
@@ -154,11 +149,11 @@ def write_with_module(source: Path, directory: Path, network: DecoderNetwork) ->
     copy_file(source / _CONFIG, directory / _CONFIG)
 
 
-def _rounded(network: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All tensors on the host in the dtype, which the network takes over too."""
+def _rounded(network: nn.Module) -> dict[str, Tensor]:
+    """All tensors on the host in bf16, which the network takes over too."""
     tensors = {}
     for name, tensor in network.state_dict().items():
-        rounded = tensor.to(dtype)
+        rounded = tensor.to(torch.bfloat16)
         tensor.copy_(rounded)
         tensors[name] = rounded.cpu()
     return tensors
@@ -190,10 +185,13 @@ def write_head(directory: Path, layout: HeadLayout, tensors: dict[str, Tensor]) 
     Raises:
         ConfigError: the directory cannot be written.
     """
-    config = json.dumps(_config(layout), indent=2, sort_keys=True) + "\n"
+    _write_checkpoint(directory, _config(layout), tensors)
+
+
+def _write_checkpoint(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     make_directory(directory)
     _save(tensors, directory / SINGLE)
-    write_text(directory / _CONFIG, config)
+    write_text(directory / _CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _config(layout: HeadLayout) -> dict[str, Any]:
@@ -231,7 +229,7 @@ def _config(layout: HeadLayout) -> dict[str, Any]:
 
 def _layer_config(layer: ModelConfig) -> dict[str, Any]:
     rope = dict(layer.rope)
-    config: dict[str, Any] = {
+    return {
         "model_type": "llama",
         "vocab_size": layer.vocab_size,
         "hidden_size": layer.hidden_size,
@@ -249,7 +247,6 @@ def _layer_config(layer: ModelConfig) -> dict[str, Any]:
         "rope_theta": rope["rope_theta"],
         "rope_parameters": rope,
     }
-    return config
 
 
 def _names_in(path: Path) -> list[str]:
@@ -266,7 +263,7 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         write_safetensors(path, tensors)
     except (OSError, SafetensorError) as error:
-        raise _not_written(path, error) from error
+        raise not_written(path, error) from error
 
 
 def copy_file(source: Path, path: Path) -> None:
@@ -279,10 +276,4 @@ def copy_file(source: Path, path: Path) -> None:
         with replacing(path) as unfinished:
             shutil.copyfile(source, unfinished)
     except OSError as error:
-        raise _not_written(path, error) from error
-
-
-def _not_written(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"{path} cannot be written ({in_words(error)})", "make room or choose another output"
-    )
+        raise not_written(path, error) from error

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,40 +137,29 @@ def _run_engine(store: CellStore, pending: list[Cell], launch: Launch) -> None:
 def launch_engine(directory: Path, cells: Sequence[Cell]) -> tuple[str | None, str]:
     """Measure the cells of one engine in a new Python process (see ``Launch``)."""
     job = {"directory": str(directory), "cells": [dataclasses.asdict(cell) for cell in cells]}
-    begun = None
-    with (
-        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
-        subprocess.Popen(
-            module_command(_CHILD),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=module_environment(),
-            text=True,
-        ) as child,
-    ):
+    with subprocess.Popen(
+        module_command(_CHILD),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=module_environment(),
+        encoding="utf-8",
+        errors="replace",
+    ) as child:
         try:
-            _write(child, json.dumps(job))
-            for line in child.stdout or ():
-                word, _, name = line.rstrip("\n").partition(" ")
-                begun = name if word == BEGUN else begun
-            code = child.wait()
+            # One that ends before it has read this says why by its status.
+            output, errors = child.communicate(json.dumps(job))
         except BaseException:
             child.terminate()
             raise
-        errors.seek(0)
-        stderr = errors.read().strip()
-    if not code:
+    begun = None
+    for line in output.splitlines():
+        word, _, name = line.partition(" ")
+        begun = name if word == BEGUN else begun
+    if not child.returncode:
         return begun, ""
-    how = status_text(code)
-    return begun, f"the engine's process ended with {how}: {stderr[-_SHOWN_ERROR:]}"
-
-
-def _write(child: subprocess.Popen[str], text: str) -> None:
-    """Write its whole input; one that ends before it has read that says why by its status."""
-    if child.stdin is not None:
-        with contextlib.suppress(BrokenPipeError), child.stdin:
-            child.stdin.write(text)
+    how = status_text(child.returncode)
+    return begun, f"the engine's process ended with {how}: {errors.strip()[-_SHOWN_ERROR:]}"
 
 
 def _with_status(store: CellStore, cells: Iterable[Cell], status: str | None) -> list[Cell]:

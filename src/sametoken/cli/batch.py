@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sametoken.cli.options import options_of, take, with_options
+from sametoken.cli.options import engine_options, options_of, take, with_options
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
 from sametoken.serving.batch.config import BatchConfig
 from sametoken.serving.ray.config import require_ray
@@ -15,9 +15,7 @@ from sametoken.serving.ray.config import require_ray
 REFUSED = 1
 
 
-@with_options(
-    options_of(BatchConfig), options_of(EngineConfig, ("model", "skip_tokenizer_init", "seed"))
-)
+@with_options(options_of(BatchConfig), engine_options())
 def batch(
     source: Annotated[
         str, typer.Argument(metavar="IN", help="file of requests, one JSON object per line")

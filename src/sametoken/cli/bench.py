@@ -15,7 +15,13 @@ from sametoken.cli.bench_report import report
 from sametoken.cli.bench_serve import serve
 from sametoken.cli.bench_sweep import sweep
 from sametoken.cli.options import AsJson, engine_options, numbers, options_in, take, with_options
-from sametoken.cli.report import memory_report, per_position, status_console, wide_console
+from sametoken.cli.report import (
+    memory_report,
+    per_position,
+    report_results,
+    status_console,
+    wide_console,
+)
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
 from sametoken.errors import ConfigError
 from sametoken.types.option_values import listed
@@ -141,7 +147,7 @@ def _bench(
 ) -> None:
     from rich.progress import Progress
 
-    from sametoken.bench.documents import offline_document, require_output, write_json
+    from sametoken.bench.documents import offline_document, require_output
     from sametoken.bench.session import Session
 
     given, record = take(options, _WORKLOAD), take(options, _RECORD)
@@ -168,15 +174,9 @@ def _bench(
         ]
     more = {name: given[name] for name in ("preset", "warmup")} | {"dataset": record["dataset"]}
     document = offline_document(title, session, summaries, more)
-    try:
-        if record["output"] is not None:
-            write_json(record["output"], document)
-    finally:
-        # Results are shown even where the file cannot be written.
-        if json_output:
-            typer.echo(json.dumps(document))
-        else:
-            _show(title, session, summaries)
+    report_results(
+        document, record["output"], json_output, lambda: _show(title, session, summaries)
+    )
 
 
 def _show(title: str, session: Session, summaries: Sequence[Summary]) -> None:

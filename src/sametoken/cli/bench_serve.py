@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +12,7 @@ import typer
 
 from sametoken.bench.workload import Server, ServingWorkload
 from sametoken.cli.options import AsJson, numbers, options_of, take, with_options
-from sametoken.cli.report import per_position, status_console, wide_console
+from sametoken.cli.report import per_position, report_results, status_console, wide_console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -96,7 +95,7 @@ def serve(
     finally:
         # Finished loads outlive an interrupt.
         if document:
-            _report(document, output, json_output)
+            report_results(document, output, json_output, lambda: _show(document))
     if any(result["num_failed"] for result in document["results"]):
         raise typer.Exit(SOME_FAILED)
 
@@ -129,20 +128,6 @@ def _measure(
                 keep=keep,
             )
         )
-
-
-def _report(document: Mapping[str, Any], output: Path | None, json_output: bool) -> None:
-    from sametoken.bench.documents import write_json
-
-    try:
-        if output is not None:
-            write_json(output, document)
-    finally:
-        # Results are shown even where the file cannot be written.
-        if json_output:
-            typer.echo(json.dumps(document))
-        else:
-            _show(document)
 
 
 def _loads(concurrency: str | None, request_rate: str | None, seed: int) -> list[Load]:

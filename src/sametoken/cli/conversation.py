@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sametoken.cli.options import sampling_params
 from sametoken.cli.report import tokens_per_second
 from sametoken.cli.streaming import ACCEPTED_STYLE, content_of, shown
 from sametoken.config import EngineConfig, SpeculativeConfig
@@ -98,7 +97,7 @@ class Chat:
         self._saved: set[Path] = set()
         self._llm: LLM | None = None
         # What is impossible is refused before the model is loaded.
-        self._params = sampling_params(SamplingParams(), sampling)
+        self._params = SamplingParams(**sampling)
         self._is_over = False
 
     @property
@@ -122,7 +121,7 @@ class Chat:
         reads_file = self._config.generation_config != NO_FILE
         usual = SamplingParams(max_tokens=recommended.max_tokens)
         calm = CALM if reads_file and recommended == usual else {}
-        self._params = sampling_params(recommended, {**calm, **self._sampling})
+        self._params = replace(recommended, **{**calm, **self._sampling})
         if self._interactive:
             self._say(f"You chat with {self._config.model}.", markup=False)
             self._say(

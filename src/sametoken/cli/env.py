@@ -41,12 +41,10 @@ def _facts() -> dict[str, Any]:
     from sametoken.ops.dispatch import select_kernels
 
     device = resolve_device(EngineConfig())
-    facts: dict[str, Any] = {
+    return {
         "sametoken": sametoken.__version__,
         "python": platform.python_version(),
-    }
-    facts |= {name: version_of(name) or "not installed" for name in _PACKAGES}
-    facts |= {
+        **{name: version_of(name) or "not installed" for name in _PACKAGES},
         "platform": platform.platform(),
         "cpu": _cpu_name(),
         "cores": num_usable_cores(),
@@ -57,7 +55,6 @@ def _facts() -> dict[str, Any]:
         "compiler": _compiler(),
         "cache": str(cache_directory()),
     }
-    return facts
 
 
 def _cpu_name() -> str:

@@ -16,7 +16,6 @@ from sametoken.cli.options import (
     adapter_option,
     engine_options,
     sampling_options,
-    sampling_params,
     split_options,
     with_options,
 )
@@ -69,7 +68,7 @@ def generate(
     adapter = options.pop("lora_request")
     engine, sampling = split_options(options)
     # What is impossible is refused before a model is looked at, and then before it is loaded.
-    sampling_params(SamplingParams(), sampling)
+    SamplingParams(**sampling)
     if json_output and not is_asked:
         raise typer.BadParameter("--json prints an answer: give --prompt, --file or --chat")
     config = EngineConfig.from_options(model=model, **engine)
@@ -137,7 +136,7 @@ def _ask(
     Raises:
         RequestError: the model cannot serve it.
     """
-    params = sampling_params(unloaded.get_default_sampling_params(), sampling)
+    params = dataclasses.replace(unloaded.get_default_sampling_params(), **sampling)
     if chat is not None:
         prompt = unloaded.inputs.tokenize_chat([{"role": "user", "content": chat}])
     else:

@@ -8,7 +8,6 @@ import math
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -166,15 +165,6 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     }
     engine = {name: value for name, value in options.items() if name not in SAMPLING_HELP}
     return engine, sampling
-
-
-def sampling_params(recommended: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
-    """Override the model's recommended parameters with the given ones.
-
-    Raises:
-        RequestError: a value is out of range or two contradict each other.
-    """
-    return replace(recommended, **given)
 
 
 def _integer(given: str | int) -> int:

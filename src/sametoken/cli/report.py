@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -145,6 +147,22 @@ def memory_report(memory: Memory) -> str:
     head = f"{memory.model}, {memory.dtype}, {drafts}: counted, nothing is loaded"
     width = max(map(len, lines))
     return "\n".join([head, *(f"{name:<{width}}  {in_units(n):>9}" for name, n in lines.items())])
+
+
+def report_results(
+    document: Mapping[str, Any], output: Path | None, as_json: bool, show: Callable[[], None]
+) -> None:
+    """Write measured results if a file is given, and print them even where it cannot be written."""
+    from sametoken.bench.documents import write_json
+
+    try:
+        if output is not None:
+            write_json(output, document)
+    finally:
+        if as_json:
+            typer.echo(json.dumps(document))
+        else:
+            show()
 
 
 _WIDTH = 120

@@ -64,6 +64,7 @@ def _prompt(
     return text, tokenizer.encode(text, add_special_tokens=False)
 
 
+NUM_CANDIDATES = 2
 #: The two most likely tokens of a position with their log-probabilities, best first.
 TopTwo = tuple[tuple[int | str, float], ...]
 

@@ -112,7 +112,7 @@ def _fresh_window(
     prompt = (*request.prompt_token_ids, *before)
     room = window.num_drafts + 2
     again = replace(request, prompt_token_ids=prompt, max_tokens=room)
-    answer = run_requests(core, [again], RunSettings(concurrency=1), frozenset())[request.name]
+    answer = run_requests(core, [again], RunSettings(concurrency=1))[request.name]
     return next((w for w in answer.windows if w.first == 1), None)
 
 

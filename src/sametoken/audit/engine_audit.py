@@ -159,8 +159,7 @@ def _comparisons(
     settings: AuditSettings,
 ) -> tuple[Comparison, ...]:
     """Each run against the baseline, and the logits of accepted rows."""
-    with_top = RunSettings(settings.concurrency, top=True)
-    top = run_requests(core, requests, with_top, _eos(core, settings))
+    top = run_requests(core, requests, replace(_usual(core, settings), top=True))
     tokens = (
         compare(name, baseline.answers, found, noise=baseline.noise, margins=baseline.top)
         for name, found in runs.items()
@@ -172,28 +171,30 @@ def _runs(
     core: EngineCore, requests: Sequence[AuditRequest], settings: AuditSettings
 ) -> dict[str, Answers]:
     """Run the requests with speculation in several ways; answers by the run's name."""
-    eos = _eos(core, settings)
+    usual = _usual(core, settings)
     fewer, fewer_drafts = (
         max(1, most // 2)
         for most in (settings.concurrency, core.resolved.config.num_speculative_tokens)
     )
     variants = {
-        "as configured": RunSettings(settings.concurrency),
-        f"shuffled, {fewer} at once": RunSettings(fewer, shuffled=True),
-        f"k={fewer_drafts}": RunSettings(settings.concurrency, max_drafts=fewer_drafts),
+        "as configured": usual,
+        f"shuffled, {fewer} at once": replace(usual, concurrency=fewer, shuffled=True),
+        f"k={fewer_drafts}": replace(usual, max_drafts=fewer_drafts),
     }
-    runs = {name: run_requests(core, requests, how, eos) for name, how in variants.items()}
-    runs["one at a time"] = run_requests(core, requests[: settings.num_alone], RunSettings(1), eos)
+    runs = {name: run_requests(core, requests, how) for name, how in variants.items()}
+    alone = replace(usual, concurrency=1)
+    runs["one at a time"] = run_requests(core, requests[: settings.num_alone], alone)
     return runs
 
 
 def _baseline(
     core: EngineCore, requests: Sequence[AuditRequest], settings: AuditSettings
 ) -> Baseline:
-    eos = _eos(core, settings)
-    answers = run_plain(core, requests, RunSettings(settings.concurrency), eos)
-    top = run_plain(core, requests, RunSettings(settings.concurrency, top=True), eos)
-    alone = run_plain(core, requests[: settings.num_alone], RunSettings(1, top=True), eos)
+    usual = _usual(core, settings)
+    with_top = replace(usual, top=True)
+    answers = run_plain(core, requests, usual)
+    top = run_plain(core, requests, with_top)
+    alone = run_plain(core, requests[: settings.num_alone], replace(with_top, concurrency=1))
     noise = max(differences(top, alone), default=0.0)
     repeats = (
         compare("plain, again", answers, top, noise=noise, margins=top),
@@ -218,28 +219,25 @@ def _diagnosis(
     templated: Sequence[AuditRequest],
     settings: AuditSettings,
 ) -> Diagnosis:
-    eos, some = _eos(core, settings), requests[: max(settings.num_alone, 4 * settings.concurrency)]
+    usual = _usual(core, settings)
+    some = requests[: max(settings.num_alone, 4 * settings.concurrency)]
     profiles = {
         "running": profile_of(runs["as configured"]),
         "alone": profile_of(runs["one at a time"]),
-        "one draft": profile_of(
-            run_requests(core, some, RunSettings(settings.concurrency, max_drafts=1), eos)
-        ),
+        "one draft": profile_of(run_requests(core, some, replace(usual, max_drafts=1))),
     }
     if any(request.temperature for request in some):
         greedy = [replace(request, temperature=0.0) for request in some]
-        profiles["greedy"] = profile_of(
-            run_requests(core, greedy, RunSettings(settings.concurrency), eos)
-        )
+        profiles["greedy"] = profile_of(run_requests(core, greedy, usual))
     if templated:
-        profiles["templated"] = profile_of(
-            run_requests(core, templated, RunSettings(settings.concurrency), eos)
-        )
+        profiles["templated"] = profile_of(run_requests(core, templated, usual))
     replays = replay(core, requests, runs["as configured"])
     drafting = core.resolved.config.speculative_config
     trained = drafting is not None and drafting.method not in LOOKUPS
     return diagnose(profiles, replays, trained=trained)
 
 
-def _eos(core: EngineCore, settings: AuditSettings) -> frozenset[int]:
-    return frozenset((*core.resolved.model.eos_token_ids, *settings.stop_token_ids))
+def _usual(core: EngineCore, settings: AuditSettings) -> RunSettings:
+    """A run as configured."""
+    eos = frozenset((*core.resolved.model.eos_token_ids, *settings.stop_token_ids))
+    return RunSettings(settings.concurrency, eos)

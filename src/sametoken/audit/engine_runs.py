@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sametoken.audit.asks import Answer, Answers, AuditRequest, TopTwo
+from sametoken.audit.asks import NUM_CANDIDATES, Answer, Answers, AuditRequest, TopTwo
 from sametoken.bench.measure import Window
 from sametoken.errors import NumericalError
 from sametoken.types.outputs import PositionLogprobs
@@ -18,8 +18,6 @@ from sametoken.types.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from sametoken.engine.core import EngineCore
 
-NUM_CANDIDATES = 2
-
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
@@ -27,12 +25,14 @@ class RunSettings:
 
     Attributes:
         concurrency: maximum number of running requests.
+        eos: tokens that end an answer.
         max_drafts: maximum drafts per step; None uses the engine's.
         shuffled: the requests arrive in another order.
         top: record the two best candidates of every position.
     """
 
     concurrency: int
+    eos: frozenset[int] = frozenset()
     max_drafts: int | None = None
     shuffled: bool = False
     top: bool = False
@@ -75,7 +75,7 @@ def _two_best(position: PositionLogprobs) -> TopTwo:
 
 
 def run_requests(
-    core: EngineCore, requests: Sequence[AuditRequest], settings: RunSettings, eos: frozenset[int]
+    core: EngineCore, requests: Sequence[AuditRequest], settings: RunSettings
 ) -> Answers:
     """Answer all requests without the prefix cache, so that no run reuses another's KV.
 
@@ -83,7 +83,6 @@ def run_requests(
         core: idle before and after.
         requests: with unique names.
         settings: options of the run.
-        eos: tokens that end an answer.
 
     Raises:
         RequestError: a request is longer than the engine allows.
@@ -103,7 +102,7 @@ def run_requests(
         for update in core.step():
             one = running[update.request_id]
             one.take(update)
-            answer = one.finished(eos)
+            answer = one.finished(settings.eos)
             if answer is not None:
                 answers[update.request_id] = answer
                 del running[update.request_id]
@@ -113,15 +112,13 @@ def run_requests(
     return {request.name: answers[request.name] for request in requests}
 
 
-def run_plain(
-    core: EngineCore, requests: Sequence[AuditRequest], settings: RunSettings, eos: frozenset[int]
-) -> Answers:
+def run_plain(core: EngineCore, requests: Sequence[AuditRequest], settings: RunSettings) -> Answers:
     """As ``run_requests``, for a baseline: where it has no logits, equality proves nothing.
 
     Raises:
         NumericalError: the logits of a request were NaN; and as ``run_requests``.
     """
-    answers = run_requests(core, requests, settings, eos)
+    answers = run_requests(core, requests, settings)
     for name, answer in answers.items():
         if answer.failed:
             raise NumericalError(

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from sametoken.audit.asks import Answer, Answers, AuditRequest, TopTwo
+from sametoken.audit.asks import NUM_CANDIDATES, Answer, Answers, AuditRequest, TopTwo
 from sametoken.bench.http_client import NO_LIMITS, get, read_body
 from sametoken.bench.scrape import Counters, scrape
 from sametoken.bench.workload import server_root
@@ -23,7 +23,6 @@ from sametoken.errors import RequestError, require_unicode, shown
 from sametoken.io.bearer import bearer
 from sametoken.io.json_text import parse_json
 
-NUM_CANDIDATES = 2
 #: Hosts at which one server answers.
 _LOOPBACK = ("localhost", "127.0.0.1", "0.0.0.0", "::1")
 

@@ -425,9 +425,9 @@ def _engine_side(
     require_fitting(requests, requested.max_model_len)
     core = build_requested(requested, announce)
     eos = frozenset(all_eos_ids(core.resolved.model.eos_token_ids, tokenizer))
-    settings = RunSettings(concurrency, top=True)
+    settings = RunSettings(concurrency, eos, top=True)
     return Side(
         f"{requested.path}, plain, in this engine",
-        lambda requests: run_plain(core, requests, settings, eos),
+        lambda requests: run_plain(core, requests, settings),
         text_of=tokenizer.decode_token,
     )

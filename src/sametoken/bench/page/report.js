@@ -1,7 +1,7 @@
 // Okabe and Ito's colours, which colour-blind readers can tell apart.
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d00", "#7a7a7a"];
 const NO_SPREAD = "one run: no spread known";
-const state = { view: "overview", filters: {}, baseline: null, metric: null };
+const state = { view: "overview", filters: {}, baseline: null };
 
 /* ---- words and numbers ---- */
 
@@ -36,12 +36,16 @@ const series = distinct(inOrder.map((cell) => cell.seriesKey)).map((key, index) 
   return { key, run: cell.run, engine: cell.engine, colour: COLOURS[index % COLOURS.length], label: seriesLabel(cell) };
 });
 
+const seriesFor = (cell) => series.find((one) => one.key === cell.seriesKey);
+
+function drafts(engine) {
+  return engine.drafter === "none" ? "plain" : `${engine.drafter}, k=${engine.num_speculative_tokens}`;
+}
+
 function engineLabel(engine) {
   const parts = [];
   if (varying.includes("model")) parts.push(engine.model);
-  if (varying.includes("drafter") || varying.includes("num_speculative_tokens")) {
-    parts.push(engine.drafter === "none" ? "plain" : `${engine.drafter}, k=${engine.num_speculative_tokens}`);
-  }
+  if (varying.includes("drafter") || varying.includes("num_speculative_tokens")) parts.push(drafts(engine));
   for (const name of ["tensor_parallel_size", "dtype"]) {
     if (varying.includes(name)) parts.push(`${data.engine[name]} ${engine[name]}`);
   }
@@ -100,9 +104,8 @@ function range(cell, name) {
 }
 
 const metricsHere = (cells) => {
-  const group = { throughput: "throughput", latency: "latency", speculation: "speculation" }[state.view];
   const there = data.metrics.filter((metric) => cells.some((cell) => metric.name in cell.numbers));
-  if (group) return there.filter((metric) => metric.group === group);
+  if (data.metrics.some(({ group }) => group === state.view)) return there.filter(({ group }) => group === state.view);
   const main = ["tokens_per_second", "goodput", "num_failed", "ttft_median", "ttft_p99", "tpot_mean", "e2e_median", "acceptance_length"];
   return there.filter((metric) => main.includes(metric.name));
 };
@@ -168,9 +171,9 @@ function isBaseline(one) {
 
 /* ---- charts ---- */
 
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
 function layout(extra) {
-  const style = getComputedStyle(document.documentElement);
-  const colour = (name) => style.getPropertyValue(name).trim();
   const axis = { gridcolor: colour("--line"), zerolinecolor: colour("--line"), linecolor: colour("--line"), automargin: true };
   const { xaxis = {}, yaxis = {}, ...rest } = extra;
   return {
@@ -234,11 +237,8 @@ function drawPareto(cells) {
 
 function drawBars(cells) {
   const metrics = metricsHere(cells);
-  const choice = byId("metric");
-  choice.replaceChildren(...metrics.map((metric) => element("option", { value: metric.name }, metric.label)));
-  if (!metrics.some((metric) => metric.name === state.metric)) state.metric = metrics.length ? metrics[0].name : null;
-  choice.value = state.metric;
-  const metric = metrics.find((one) => one.name === state.metric);
+  const chosen = fill("metric", metrics.map((metric) => [metric.name, metric.label]));
+  const metric = metrics.find((one) => one.name === chosen);
   if (!metric) return draw("bars", [], {});
   const traces = seriesOf(cells).map((one) => {
     const mine = cells.filter((cell) => cell.seriesKey === one.key && metric.name in cell.numbers);
@@ -248,7 +248,7 @@ function drawBars(cells) {
       type: "bar", name: one.label, marker: { color: one.colour },
       x: mine.map((cell) => workloadLabel(cell.workload)), y: values,
       error_y: {
-        type: "data", symmetric: false, thickness: 1.5, color: getComputedStyle(document.documentElement).getPropertyValue("--ink"), visible: spreads.some(Boolean),
+        type: "data", symmetric: false, thickness: 1.5, color: colour("--ink"), visible: spreads.some(Boolean),
         array: values.map((value, i) => (spreads[i] ? Math.max(0, spreads[i][1] - value) : 0)),
         arrayminus: values.map((value, i) => (spreads[i] ? Math.max(0, value - spreads[i][0]) : 0)),
       },
@@ -265,40 +265,33 @@ function drawAcceptance(cells) {
   const dashes = ["solid", "dot", "dash", "longdash", "dashdot"];
   const workloads = workloadsOf(drafting);
   const several = workloads.length > 1;
-  const label = (cell) =>
-    series.find((one) => one.key === cell.seriesKey).label + (several ? `, ${workloadLabel(cell.workload)}` : "");
+  const label = (cell) => (several ? cellLabel(cell) : seriesFor(cell).label);
   draw("acceptance", drafting.map((cell) => {
     const place = workloads.findIndex((workload) => workload.key === cell.workloadKey);
     return {
       type: "scatter", mode: "lines+markers", name: label(cell),
       x: cell.acceptance_per_position.map((_, i) => i + 1),
       y: cell.acceptance_per_position.map((rate) => 100 * rate),
-      line: { color: series.find((one) => one.key === cell.seriesKey).colour, dash: dashes[place % dashes.length] },
+      line: { color: seriesFor(cell).colour, dash: dashes[place % dashes.length] },
     };
   }), {
     xaxis: titled("draft's position in the window", { dtick: 1 }), yaxis: titled("accepted, %", { range: [0, 102] }),
   });
   const width = Math.max(0, ...drafting.map((cell) => cell.acceptance_per_position.length));
-  const head = element("tr", {}, element("th", { scope: "col" }, "position"));
-  for (let i = 1; i <= width; i++) head.append(element("th", { scope: "col" }, String(i)));
-  const body = element("tbody");
-  for (const cell of drafting) {
-    const row = element("tr", {}, element("th", { scope: "row" }, label(cell)));
-    for (let i = 0; i < width; i++) {
-      const rate = cell.acceptance_per_position[i];
-      row.append(rate === undefined ? element("td", {}, "–") : element("td", {
-        class: "rate", "--share": rate, "data-value": JSON.stringify(rate), "data-position": i + 1, "data-run": cell.run,
-        "data-engine": JSON.stringify(cell.engine), "data-workload": JSON.stringify(cell.workload),
-      }, percent(rate)));
-    }
-    body.append(row);
-  }
-  byId("acceptance-table").replaceChildren(element("table", {}, element("thead", {}, head), body));
+  const positions = Array.from({ length: width }, (_, i) => i + 1);
+  const rows = drafting.map((cell) => [label(cell), ...positions.map((position) => {
+    const rate = cell.acceptance_per_position[position - 1];
+    return rate === undefined ? null : element("td", {
+      class: "rate", "--share": rate, "data-value": JSON.stringify(rate), "data-position": position, "data-run": cell.run,
+      "data-engine": JSON.stringify(cell.engine), "data-workload": JSON.stringify(cell.workload),
+    }, percent(rate));
+  })]);
+  byId("acceptance-table").replaceChildren(table(["position", ...positions.map(String)], rows, "numbers"));
 }
 
 /* ---- one request after the other ---- */
 
-const cellLabel = (cell) => `${series.find((one) => one.key === cell.seriesKey).label}, ${workloadLabel(cell.workload)}`;
+const cellLabel = (cell) => `${seriesFor(cell).label}, ${workloadLabel(cell.workload)}`;
 
 /** Fill a choice, keeping what was chosen where it is still there. */
 function fill(id, options) {
@@ -410,11 +403,9 @@ function refresh() {
   for (const panel of document.querySelectorAll("main > .panel")) {
     panel.hidden = !panel.dataset.views.split(" ").includes(state.view);
   }
-  const visiblePanel = (id) => !byId(id).closest(".panel").hidden;
-  if (visiblePanel("pareto")) drawPareto(cells);
-  if (visiblePanel("bars")) drawBars(cells);
-  for (const [id, drawing] of [["acceptance", drawAcceptance], ["timeline", drawTimeline], ["tokens", drawTokens]]) {
-    if (visiblePanel(id)) drawing(cells);
+  const drawings = { pareto: drawPareto, bars: drawBars, acceptance: drawAcceptance, timeline: drawTimeline, tokens: drawTokens };
+  for (const [id, drawing] of Object.entries(drawings)) {
+    if (!byId(id).closest(".panel").hidden) drawing(cells);
   }
   for (const panel of document.querySelectorAll(".panel.empty")) panel.hidden = true;
 }
@@ -461,8 +452,7 @@ function makeHead() {
   byId("runs").replaceChildren(...data.runs.map((run) => {
     const mine = series.filter((one) => one.run === run.label);
     const engine = mine.length === 1 ? mine[0].engine : null;
-    const drafts = engine && (engine.drafter === "none" ? "plain" : `${engine.drafter}, k=${engine.num_speculative_tokens}`);
-    const facts = { engine: engine && `${engine.model}, ${drafts}, TP ${engine.tensor_parallel_size}`, ...run.environment };
+    const facts = { engine: engine && `${engine.model}, ${drafts(engine)}, TP ${engine.tensor_parallel_size}`, ...run.environment };
     const made = card(run.label, facts, { "--series": engine ? mine[0].colour : "var(--line)" });
     if (run.synthetic.length) made.querySelector("h3").append(element("span", { class: "tag" }, run.synthetic.join(", ")));
     return made;
@@ -484,11 +474,10 @@ function start() {
     if (!chosen) return;
     for (const button of byId("views").children) button.setAttribute("aria-pressed", String(button === chosen));
     state.view = chosen.dataset.view;
-    state.metric = null;
+    byId("metric").replaceChildren();
     refresh();
   });
-  byId("metric").addEventListener("change", (event) => { state.metric = event.target.value; refresh(); });
-  for (const id of ["trace", "timeline-cell"]) byId(id).addEventListener("change", refresh);
+  for (const id of ["metric", "trace", "timeline-cell"]) byId(id).addEventListener("change", refresh);
   refresh();
 }
 

@@ -118,20 +118,11 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
         A request has a window, a token of context before it, and one that it emits.
         """
-        windows = [
-            list(
-                map(
-                    make_disjoint_window,
-                    get_rolling_token_windows(
-                        self.tok_encode(request.args[0]),
-                        self.prefix_token_id,
-                        self.max_length - 2,
-                        1,
-                    ),
-                )
-            )
-            for request in requests
-        ]
+        windows = []
+        for request in requests:
+            token_ids, length = self.tok_encode(request.args[0]), self.max_length - 2
+            rolling = get_rolling_token_windows(token_ids, self.prefix_token_id, length, 1)
+            windows.append([*map(make_disjoint_window, rolling)])
         parts = [(("", ""), context, text) for one in windows for context, text in one]
         scores = iter(self._loglikelihood_tokens(parts, disable_tqdm=disable_tqdm))
         return [sum(next(scores)[0] for _ in one) for one in windows]

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import httpx
@@ -159,10 +160,8 @@ class _Bench:
         return self.endpoint.body(prompt, workload.output_len, workload.temperature, seed)
 
     async def _run(self, load: Load, count: int, advance: Callable[[], None]) -> LoadRun:
-        async def send_one(body: Any, record: ServedRequest) -> None:
-            await send(self.client, self.endpoint, body, record)
-
         bodies = [self._body(index) for index in range(count)]
+        send_one = partial(send, self.client, self.endpoint)
         return await run_load(send_one, bodies, load, advance=advance)
 
 

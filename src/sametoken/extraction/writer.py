@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
 
@@ -314,16 +314,8 @@ class CommittedRowsOutput:
 
     def put(self, rows: CommittedRows) -> None:
         """Enqueue the copies of a step's rows."""
-        self._in_flight.append(
-            CommittedRows(
-                step_ids=to_host(rows.step_ids),
-                slots=to_host(rows.slots),
-                positions=to_host(rows.positions),
-                token_ids=to_host(rows.token_ids),
-                next_token_ids=to_host(rows.next_token_ids),
-                states=to_host(rows.states),
-            )
-        )
+        copies = {one.name: to_host(getattr(rows, one.name)) for one in fields(CommittedRows)}
+        self._in_flight.append(CommittedRows(**copies))
 
     def take(self, step_id: int) -> CommittedRows:
         """The rows of the oldest step, whose result has been read.

@@ -11,7 +11,7 @@ from helpers.bench_engine import document
 from helpers.browser import chromium, needs_chromium
 from sametoken.audit.compare import CORRUPTION, Comparison, Divergence, TextDefect
 from sametoken.audit.diagnosis import Diagnosis
-from sametoken.audit.verdict import Verdict, html_of
+from sametoken.audit.verdict import Verdict
 from sametoken.bench.acceptance import Profile
 from sametoken.bench.documents import write_json
 from sametoken.bench.measure import Window
@@ -227,7 +227,7 @@ def audit_path(tmp_path_factory):
         environment={"date": "2026-01-01T10:20:30+00:00", "sametoken": "0.1.0", "device": "a chip"},
     )
     path = tmp_path_factory.mktemp("audit") / "audit.html"
-    path.write_text(html_of(verdict), encoding="utf-8")
+    path.write_text(verdict.html(), encoding="utf-8")
     return path
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from sametoken.bench.datasets import DatasetItem
 from sametoken.bench.measure import Window
+from sametoken.bench.prompts import first_turn
 from sametoken.errors import ConfigError
 from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.sampling_params import derive_seed
@@ -38,7 +39,9 @@ def make_requests(
     """
     requests = []
     for index, item in enumerate(items):
-        text, ids = _prompt(item, tokenizer, templated)
+        text, ids = item.turns[0], tuple[int, ...]()
+        if tokenizer is not None:
+            text, ids = first_turn(item, tokenizer, templated=templated)
         for temperature in temperatures:
             name = f"{item.item_id}@{temperature:g}"
             seed = derive_seed(0, index)
@@ -51,17 +54,6 @@ def make_requests(
                 "give each prompt an id of its own, and each temperature once",
             )
     return requests
-
-
-def _prompt(
-    item: DatasetItem, tokenizer: Tokenizer | None, templated: bool
-) -> tuple[str, tuple[int, ...]]:
-    if tokenizer is None:
-        return item.turns[0], ()
-    if not templated:
-        return item.turns[0], tokenizer.encode(item.turns[0])
-    text = tokenizer.apply_chat_template(item.messages, add_generation_prompt=True)
-    return text, tokenizer.encode(text, add_special_tokens=False)
 
 
 NUM_CANDIDATES = 2

@@ -180,26 +180,24 @@ class TrainerVerdict:
             **dataclasses.asdict(self),
         }
 
+    def lines(self) -> Iterator[str]:
+        """Yield the verdict as lines of text."""
+        yield f"the trainer against {self.model}: {self.summary}"
+        for one in self.wrong_tokens[:_MAX_SHOWN]:
+            yield f"  rollout {one.rollout}, token {one.position} of the prompt: {_told(one)}"
+        if len(self.wrong_tokens) > _MAX_SHOWN:
+            yield f"  and {len(self.wrong_tokens) - _MAX_SHOWN} more prompts"
+        for group in self.groups:
+            yield from _of_group(group)
+        if self.num_cut:
+            yield f"  {self.num_cut} tokens beyond max_model_len were not compared"
+        if self.summary in _REMEDIES:
+            yield f"  {_REMEDIES[self.summary]}"
 
-def lines_of_trainer(verdict: TrainerVerdict) -> Iterator[str]:
-    """Yield the verdict as lines of text."""
-    yield f"the trainer against {verdict.model}: {verdict.summary}"
-    for one in verdict.wrong_tokens[:_MAX_SHOWN]:
-        yield f"  rollout {one.rollout}, token {one.position} of the prompt: {_told(one)}"
-    if len(verdict.wrong_tokens) > _MAX_SHOWN:
-        yield f"  and {len(verdict.wrong_tokens) - _MAX_SHOWN} more prompts"
-    for group in verdict.groups:
-        yield from _of_group(group)
-    if verdict.num_cut:
-        yield f"  {verdict.num_cut} tokens beyond max_model_len were not compared"
-    if verdict.summary in _REMEDIES:
-        yield f"  {_REMEDIES[verdict.summary]}"
-
-
-def html_of_trainer(verdict: TrainerVerdict) -> str:
-    """Render the verdict as one self-contained HTML page."""
-    folder = resources.files("sametoken.audit").joinpath("page")
-    return render_page(folder, "trainer", f"{verdict.model}: trainer", verdict.as_json())
+    def html(self) -> str:
+        """Render the verdict as one self-contained HTML page."""
+        folder = resources.files("sametoken.audit").joinpath("page")
+        return render_page(folder, "trainer", f"{self.model}: trainer", self.as_json())
 
 
 def _told(one: WrongToken) -> str:

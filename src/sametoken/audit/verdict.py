@@ -21,6 +21,7 @@ UNSTEADY = "differs from itself, which the baseline does not"
 SAMPLES_DIFFER = "other samples, the same greedy tokens but for near ties"
 OTHER_MODEL = "another model than the baseline's, or other prompts"
 CORRUPTED, DIFFERENT = "corrupted", "differs"
+MAX_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,45 +118,41 @@ class Verdict:
             **dataclasses.asdict(self),
         }
 
+    def lines(self) -> Iterator[str]:
+        """Yield the verdict as lines of text."""
+        yield f"{self.subject} against {self.baseline}: {self.headline}"
+        for comparison in (*self.repeats, *self.comparisons):
+            yield f"  {comparison.name}: {_counts(comparison)}"
+        yield f"  drafts verified: {'unknown' if self.num_drafts is None else self.num_drafts}"
+        if self.is_of_another_model:
+            count = f"{self.num_unlike} of {self.comparisons[0].num_requests}"
+            yield f"  {count} first tokens, which no draft can change, have other log-probabilities"
+        if self.noise is not None:
+            yield f"  measured noise of log-probabilities: {self.noise:.3g}"
+        shown = [d for comparison in self.comparisons for d in comparison.divergences]
+        for divergence in shown[:MAX_SHOWN]:
+            yield f"  {_divergence(self, divergence)}"
+        if len(shown) > MAX_SHOWN:
+            yield f"  and {len(shown) - MAX_SHOWN} more"
+        for defect in self.defects[:MAX_SHOWN]:
+            yield f"  {defect.request}: {defect.kind}, {defect.detail}"
+        if self.diagnosis is not None:
+            yield from _diagnosis(self.diagnosis)
+            if not self.diagnosis.findings:
+                few = "too few drafts for a finding: audit more requests, or longer ones"
+                none = "no cause for concern found"
+                yield f"  acceptance: {few if self.has_few_drafts else none}"
+
+    def html(self) -> str:
+        """Render the verdict as one self-contained HTML page."""
+        folder = resources.files("sametoken.audit").joinpath("page")
+        return render_page(folder, "audit", f"{self.subject}: audit", self.as_json())
+
 
 def _share_of(comparisons: Sequence[Comparison]) -> float:
     """Return the share of corrupt requests."""
     total = sum(comparison.num_requests for comparison in comparisons)
     return sum(comparison.count(CORRUPTION) for comparison in comparisons) / total if total else 0.0
-
-
-MAX_SHOWN = 10
-
-
-def lines_of(verdict: Verdict) -> Iterator[str]:
-    """Yield the verdict as lines of text."""
-    yield f"{verdict.subject} against {verdict.baseline}: {verdict.headline}"
-    for comparison in (*verdict.repeats, *verdict.comparisons):
-        yield f"  {comparison.name}: {_counts(comparison)}"
-    yield f"  drafts verified: {'unknown' if verdict.num_drafts is None else verdict.num_drafts}"
-    if verdict.is_of_another_model:
-        count = f"{verdict.num_unlike} of {verdict.comparisons[0].num_requests}"
-        yield f"  {count} first tokens, which no draft can change, have other log-probabilities"
-    if verdict.noise is not None:
-        yield f"  measured noise of log-probabilities: {verdict.noise:.3g}"
-    shown = [d for comparison in verdict.comparisons for d in comparison.divergences]
-    for divergence in shown[:MAX_SHOWN]:
-        yield f"  {_divergence(verdict, divergence)}"
-    if len(shown) > MAX_SHOWN:
-        yield f"  and {len(shown) - MAX_SHOWN} more"
-    for defect in verdict.defects[:MAX_SHOWN]:
-        yield f"  {defect.request}: {defect.kind}, {defect.detail}"
-    if verdict.diagnosis is not None:
-        yield from _diagnosis(verdict.diagnosis)
-        if not verdict.diagnosis.findings:
-            few = "too few drafts for a finding: audit more requests, or longer ones"
-            yield f"  acceptance: {few if verdict.has_few_drafts else 'no cause for concern found'}"
-
-
-def html_of(verdict: Verdict) -> str:
-    """Render the verdict as one self-contained HTML page."""
-    folder = resources.files("sametoken.audit").joinpath("page")
-    return render_page(folder, "audit", f"{verdict.subject}: audit", verdict.as_json())
 
 
 def _counts(comparison: Comparison) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from sametoken.bench.datasets import RANDOM, DatasetItem, load_dataset
@@ -23,14 +22,15 @@ def dataset_prompts(
     items = load_dataset(name, path=path)
     if tokenizer is None:
         raise ConfigError(f"dataset {name!r} needs a tokenizer", "use --dataset random")
-    return tuple(encode_items(items, tokenizer))
+    templated = bool(tokenizer.chat_template)
+    return tuple(first_turn(item, tokenizer, templated=templated)[1] for item in items)
 
 
-def encode_items(items: Iterable[DatasetItem], tokenizer: Tokenizer) -> Iterable[tuple[int, ...]]:
-    """Encode first turns, through the chat template if there is one."""
-    for item in items:
-        if tokenizer.chat_template:
-            text = tokenizer.apply_chat_template(item.messages, add_generation_prompt=True)
-            yield tokenizer.encode(text, add_special_tokens=False)
-        else:
-            yield tokenizer.encode(item.turns[0])
+def first_turn(
+    item: DatasetItem, tokenizer: Tokenizer, *, templated: bool
+) -> tuple[str, tuple[int, ...]]:
+    """An item's prompt as text and as token ids, through the chat template if wanted."""
+    if not templated:
+        return item.turns[0], tokenizer.encode(item.turns[0])
+    text = tokenizer.apply_chat_template(item.messages, add_generation_prompt=True)
+    return text, tokenizer.encode(text, add_special_tokens=False)

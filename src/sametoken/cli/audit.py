@@ -6,10 +6,10 @@ With ``--trainer``: why do a trainer's log-probabilities differ from the rollout
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from sametoken.text.tokenizer import Tokenizer
 
 DIFFERENT = 1
-AnyVerdict = TypeVar("AnyVerdict", "Verdict", "TrainerVerdict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,20 +235,15 @@ def audit(
 
     Exits with 0 only if everything is identical, with 1 if anything differs.
     """
-    from sametoken.audit.verdict import html_of, lines_of
-
     if html is not None:
         require_writable(html)
     servers = _Servers(concurrency=concurrency, **take(options, _SERVERS))
     of_prompts, of_trainer = take(options, _PROMPTS), take(options, _TRAINER)
     if of_trainer["trainer"] is not None:
-        from sametoken.audit.trainer_verdict import html_of_trainer, lines_of_trainer
-
         _refuse_unread(context, _NOT_OF_TRAINERS, "is of no use with --trainer", "leave it out")
         config, limit = _config(model, options), of_prompts["limit"]
         of_rollouts = _audit_trainer(config, **of_trainer, limit=limit, concurrency=concurrency)
-        lines = lines_of_trainer(of_rollouts)
-        _report(of_rollouts, lines, html_of_trainer, html, json_output)
+        _report(of_rollouts, html, json_output)
     _refuse_unread(context, ("checkpoint",), "is of use with --trainer alone", "give --trainer")
     if servers.url is None:
         of_servers = ("baseline_url", "served_model", "api_key")
@@ -265,7 +259,7 @@ def audit(
     else:
         verdict = _audit_servers(model, options, prompts, servers)
     verdict = replace(verdict, workload=prompts.workload(model or servers.served_model))
-    _report(verdict, lines_of(verdict), html_of, html, json_output)
+    _report(verdict, html, json_output)
 
 
 def _refuse_unread(context: typer.Context, names: Iterable[str], why: str, remedy: str) -> None:
@@ -280,17 +274,11 @@ def _refuse_unread(context: typer.Context, names: Iterable[str], why: str, remed
             raise ConfigError(f"--{name.replace('_', '-')} {why}", remedy)
 
 
-def _report(
-    verdict: AnyVerdict,
-    lines: Iterable[str],
-    page_of: Callable[[AnyVerdict], str],
-    html: Path | None,
-    as_json: bool,
-) -> NoReturn:
-    for line in (json.dumps(verdict.as_json()),) if as_json else lines:
+def _report(verdict: Verdict | TrainerVerdict, html: Path | None, as_json: bool) -> NoReturn:
+    for line in (json.dumps(verdict.as_json()),) if as_json else verdict.lines():
         typer.echo(line)
     if html is not None:
-        write_text(html, page_of(verdict))
+        write_text(html, verdict.html())
     raise typer.Exit(0 if verdict.identical else DIFFERENT)
 
 

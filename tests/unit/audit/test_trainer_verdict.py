@@ -23,7 +23,6 @@ from sametoken.audit.trainer_verdict import (
     TokenDifference,
     TrainerVerdict,
     WrongToken,
-    lines_of_trainer,
 )
 
 GIVEN = Fit("as given, with m", "", 9, 7, 2, -0.25, 0.5, 1.5)
@@ -54,7 +53,7 @@ def wrong(expected, found) -> WrongToken:
 def test_a_prompt_differs_first_at_one_token(expected, found, place, how, said):
     one = wrong(expected, found)
     assert (one.position, one.how) == (place, how)
-    _, line, *_ = lines_of_trainer(TrainerVerdict("m", (group(),), (one,)))
+    _, line, *_ = TrainerVerdict("m", (group(),), (one,)).lines()
     assert line == f"  rollout 4, token {place} of the prompt: {said}"
 
 
@@ -79,7 +78,7 @@ def test_the_most_serious_cause_is_the_summary(causes, tokens, summary):
 
 
 def test_lines_show_every_assumption_and_the_largest_differences():
-    assert list(lines_of_trainer(TrainerVerdict("m", (group(),), num_cut=5))) == [
+    assert list(TrainerVerdict("m", (group(),), num_cut=5).lines()) == [
         "the trainer against m: stale weights",
         "  2 rollouts, weight version 3, temperature 0.7: stale weights",
         "    as given, with m: 7 of 9 equal, difference 0.5 in the mean and 1.5 at most, mean of "
@@ -96,13 +95,13 @@ def test_causes_that_differ_are_counted_by_rollout():
     each = tuple(RolloutFinding(str(i), cause, GIVEN, None) for i, cause in enumerate(causes))
     (line,) = (
         line
-        for line in lines_of_trainer(TrainerVerdict("m", (replace(group(), rollouts=each),)))
+        for line in TrainerVerdict("m", (replace(group(), rollouts=each),)).lines()
         if "by rollout" in line
     )
     assert line == "    by rollout: 2 stale weights, 1 equal"
 
 
 def test_many_wrong_prompts_are_counted():
-    lines = list(lines_of_trainer(TrainerVerdict("m", (group(EQUAL),), (wrong((1,), (2,)),) * 12)))
+    lines = list(TrainerVerdict("m", (group(EQUAL),), (wrong((1,), (2,)),) * 12).lines())
     assert sum("of the prompt" in line for line in lines) == 10
     assert "  and 2 more prompts" in lines

@@ -10,7 +10,7 @@ from sametoken.audit import verdict as words
 from sametoken.audit.asks import Answer
 from sametoken.audit.compare import Comparison, TextDefect, compare
 from sametoken.audit.diagnosis import Diagnosis
-from sametoken.audit.verdict import Verdict, html_of, lines_of
+from sametoken.audit.verdict import Verdict
 from sametoken.bench.acceptance import Profile
 
 PLAIN = {
@@ -67,7 +67,7 @@ def test_the_summary(spoilt, own, summary):
 )
 def test_equal_tokens_prove_no_more_than_the_drafts_do(spoilt, num_drafts, summary, more, says):
     found = Verdict("a", "b", (run(*spoilt),), num_tokens=40, num_drafts=num_drafts)
-    first, *others = lines_of(found)
+    first, *others = found.lines()
     assert first == f"a against b: {summary}{more}"
     assert found.as_json()["headline"] == summary + more
     assert found.identical == found.as_json()["identical"] == (summary == words.IDENTICAL)
@@ -91,7 +91,7 @@ def test_text_defects_are_corruption():
 
 def test_the_report_holds_the_json():
     found = Verdict("a", "b", (run("0", "2"),), noise=0.05, texts={99: "</script>"})
-    page = html_of(found)
+    page = found.html()
     start = page.index('id="data">') + len('id="data">')
     data = json.loads(page[start : page.index("</script>", start)])
     assert data == json.loads(json.dumps(found.as_json()))
@@ -105,11 +105,11 @@ def test_the_report_holds_the_json():
 def test_nothing_found_in_few_drafts_is_no_all_clear(num_first, says):
     diagnosis = Diagnosis({"running": Profile((num_first,), (0,))}, (), ())
     found = Verdict("a", "b", (run("0"),), diagnosis=diagnosis)
-    assert says in "\n".join(lines_of(found))
+    assert says in "\n".join(found.lines())
     assert found.as_json()["has_few_drafts"] == (num_first < 50)
 
 
 def test_the_lines_name_token_margin_and_kind():
-    text = "\n".join(lines_of(Verdict("a", "b", (run("2"),), noise=0.05, texts={99: "x"})))
+    text = "\n".join(Verdict("a", "b", (run("2"),), noise=0.05, texts={99: "x"}).lines())
     assert "1 of 4 requests differ (1 corruption)" in text
     assert "2, token 9: 'x' in place of 9; margin 2; corruption" in text

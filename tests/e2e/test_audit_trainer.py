@@ -200,14 +200,14 @@ def test_one_token_that_is_off_is_shown_with_both_values(tmp_path, models, outpu
 def test_a_temperature_is_searched_by_few_tokens_and_compared_over_all(
     tmp_path, models, outputs, monkeypatch
 ):
-    counted, scores = [], trainer_audit.Scorer.scores
+    counted, answers = [], trainer_audit.Scorer.answers
 
-    def watched(scorer, sequences, *arguments):
-        counted.append(len(sequences))
-        return scores(scorer, sequences, *arguments)
+    def watched(scorer, rollouts, *arguments):
+        counted.append(len(rollouts))
+        return answers(scorer, rollouts, *arguments)
 
     monkeypatch.setattr(trainer_audit, "_SEARCHED_TOKENS", 1)
-    monkeypatch.setattr(trainer_audit.Scorer, "scores", watched)
+    monkeypatch.setattr(trainer_audit.Scorer, "answers", watched)
     code, found = audited(tmp_path, models, rows_of(outputs, Trainer(models["now"], 0.8)))
     assert (code, found["summary"]) == (1, TEMPERATURE)
     assert found["groups"][0]["best"]["num_tokens"] == 3 * 24

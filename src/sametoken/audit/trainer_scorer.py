@@ -33,22 +33,27 @@ class Scorer:
         """Tokens of a rollout that can be scored: the engine samples one more."""
         return self.core.resolved.max_model_len - 1
 
-    def scores(
-        self, sequences: Sequence[tuple[int, ...]], num_wanted: Sequence[int], temperature: float
+    def answers(
+        self,
+        rollouts: Sequence[ScoredRollout],
+        temperature: float,
+        sequences: Sequence[tuple[int, ...]] | None = None,
     ) -> list[Tensor]:
-        """Score the last tokens of sequences; those past ``most_tokens`` are cut off first.
+        """Score the answers of rollouts; what is past ``most_tokens`` is cut off first.
 
         Args:
-            sequences: token ids, at least two each.
-            num_wanted: how many of each sequence's last tokens.
+            rollouts: their answers are scored.
             temperature: the log-probabilities are of softmax(logits / temperature).
+            sequences: other token ids that end with the answers; None: the rollouts' own.
 
         Returns:
-            By sequence, fp32 of the wanted tokens that are left.
+            By rollout, fp32 of the answer's tokens that are left.
 
         Raises:
             RequestError, NumericalError: as ``audit_trainer``.
         """
+        if sequences is None:
+            sequences = [one.token_ids for one in rollouts]
         waiting = deque(range(len(sequences)))
         running: dict[str, list[float]] = {}
         found: dict[int, Tensor] = {}
@@ -67,24 +72,15 @@ class Scorer:
                     scores.extend(candidate.logprob for candidate in position.values())
                 if update.samples:
                     index = int(update.request_id)
-                    first = len(sequences[index]) - num_wanted[index] - 1
+                    rollout = rollouts[index]
+                    num_wanted = len(rollout.token_ids) - rollout.prompt_len
+                    first = len(sequences[index]) - num_wanted - 1
                     found[index] = torch.tensor(scores[first:], dtype=torch.float32)
                     del running[update.request_id]
                     self.core.release(update.request_id)
         while self.core.has_unfinished:
             self.core.step()
         return [found[index] for index in range(len(sequences))]
-
-    def answers(
-        self,
-        rollouts: Sequence[ScoredRollout],
-        temperature: float,
-        sequences: Sequence[tuple[int, ...]] | None = None,
-    ) -> list[Tensor]:
-        """Score the answers, by default after the rollouts' own tokens; see ``scores``."""
-        wanted = [len(one.token_ids) - one.prompt_len for one in rollouts]
-        own = [one.token_ids for one in rollouts] if sequences is None else sequences
-        return self.scores(own, wanted, temperature)
 
     def _request(self, index: int, token_ids: tuple[int, ...], temperature: float) -> EngineRequest:
         kept = token_ids[: self.most_tokens]

@@ -31,6 +31,9 @@ class StepLoss:
     loss: Tensor
     acceptance: Acceptance
 
+    def __add__(self, other: StepLoss) -> StepLoss:
+        return StepLoss(self.loss + other.loss, self.acceptance + other.acceptance)
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -93,8 +96,7 @@ class Meter:
     """Sums since the last report, which stay on the device until the next."""
 
     def __init__(self) -> None:
-        self._loss: Tensor | None = None
-        self._acceptance: Acceptance | None = None
+        self._sum: StepLoss | None = None
         self._count = 0
 
     @classmethod
@@ -109,29 +111,26 @@ class Meter:
                 or type(sums["count"]) is not int
             ):
                 raise ValueError("sums since the last report have other shapes")
-            meter._loss, meter._count = sums["loss"].to(device), sums["count"]
-            meter._acceptance = Acceptance(offered, accepted)
+            meter._sum = StepLoss(sums["loss"].to(device), Acceptance(offered, accepted))
+            meter._count = sums["count"]
         return meter
 
     def sums(self) -> dict[str, Any]:
         """The sums, for a checkpoint; empty just after a report."""
-        if self._acceptance is None:
+        if self._sum is None:
             return {}
-        counts = asdict(self._acceptance)
-        return counts | {"loss": self._loss, "count": self._count}
+        return asdict(self._sum.acceptance) | {"loss": self._sum.loss, "count": self._count}
 
     def add(self, found: StepLoss) -> None:
         """Add a step's loss and acceptance."""
-        loss = found.loss.detach()
-        self._loss = loss if self._loss is None else self._loss + loss
-        mine = self._acceptance
-        self._acceptance = found.acceptance if mine is None else mine + found.acceptance
+        found = StepLoss(found.loss.detach(), found.acceptance)
+        self._sum = found if self._sum is None else self._sum + found
         self._count += 1
 
     def wait(self) -> None:
         """Wait until the device has finished every step so far."""
-        if self._loss is not None:
-            self._loss.item()
+        if self._sum is not None:
+            self._sum.loss.item()
 
     def report(self, step: int, steps: int, rate: float, began: float) -> Report:
         """The means since the last report; sums begin anew.
@@ -139,11 +138,10 @@ class Meter:
         Raises:
             NumericalError: the loss is not finite.
         """
-        assert self._loss is not None
-        assert self._acceptance is not None
-        loss, acceptance = float(self._loss) / self._count, self._acceptance
+        assert self._sum is not None
+        loss, acceptance = float(self._sum.loss) / self._count, self._sum.acceptance
         if not math.isfinite(loss):
             raise NumericalError(f"the loss is {loss} by step {step}", CALMER)
         seconds = time.monotonic() - began
-        self._loss, self._acceptance, self._count = None, None, 0
+        self._sum, self._count = None, 0
         return Report(step, steps, loss, rate, acceptance.conditional, acceptance.length, seconds)

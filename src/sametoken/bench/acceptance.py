@@ -79,8 +79,7 @@ class Profile:
     @property
     def later(self) -> float:
         """Acceptance rate of all later drafts together, each given its predecessors."""
-        judged = sum(self.judged[1:])
-        return sum(self.accepted[1:]) / judged if judged else 0.0
+        return sum(self.accepted[1:]) / self.num_later if self.num_later else 0.0
 
     @property
     def num_first(self) -> int:

@@ -164,13 +164,11 @@ class Run:
 
     def steady_steps(self) -> list[tuple[float, StepRecord]]:
         """Decode steps of the full batch that follow another one, with their seconds."""
-        full = [step.is_decode and step.num_requests == self.batch for step in self.steps]
         return [
             (step.processed - before.processed, step)
-            for (before, step), both in zip(
-                pairwise(self.steps), map(all, pairwise(full)), strict=True
-            )
-            if both
+            for before, step in pairwise(self.steps)
+            if before.is_decode and before.num_requests == self.batch
+            if step.is_decode and step.num_requests == self.batch
         ]
 
 

@@ -48,11 +48,10 @@ class Workload:
     prompts: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        numbers = {"input_len": self.input_len, "output_len": self.output_len}
-        numbers |= {"concurrency": min(self.concurrency, default=0)}
-        for name, value in numbers.items():
-            if value < 1:
-                raise ConfigError(f"{name}={value} is not possible", "use at least 1")
+        require_least(self, input_len=1, output_len=1)
+        fewest = min(self.concurrency, default=0)
+        if fewest < 1:
+            raise ConfigError(f"concurrency={fewest} is not possible", "use at least 1")
         try:
             self.params(self.output_len)
         except RequestError as error:

@@ -38,8 +38,6 @@ from sametoken.train.unrolled import UNROLLED, UnrolledKV, shifted
 
 # Batches over which the scale of the target's states is measured.
 _SCALE_BATCHES = 4
-# Drafts per step in the head's config: the default of engines.
-_SERVED_DRAFTS = 4
 
 
 class Eagle3Layer(nn.Module):
@@ -182,7 +180,6 @@ def train_eagle3(
             draft_vocab_size=token_ids.shape[0],
             aux_layers=layers,
             norm_before_residual=head.norm_before_residual,
-            num_speculative_tokens=_SERVED_DRAFTS,
             verifier=model.name,
         )
         unroll = Unroll(head.ttt_steps, head.step_loss_decay)

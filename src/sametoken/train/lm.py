@@ -339,10 +339,7 @@ def _measure(objective: LMObjective) -> tuple[float, Acceptance]:
     """Perplexity and acceptance over windows of another seed."""
     found = [objective.losses(_MEASURING_SEED, step) for step in range(_MEASURED_STEPS)]
     mean = torch.stack([main for main, _, _ in found]).mean()
-    acceptance = found[0][2]
-    for _, _, more in found[1:]:
-        acceptance = acceptance + more
-    return float(mean.exp()), acceptance
+    return float(mean.exp()), sum((more for _, _, more in found[1:]), start=found[0][2])
 
 
 def _parameters(network: DecoderNetwork) -> int:

@@ -32,6 +32,8 @@ from sametoken.train.networks import DecoderNetwork
 from sametoken.train.options import LoopOptions
 
 _CONFIG = "config.json"
+# Drafts per step in a head's config: the default of engines.
+_SERVED_DRAFTS = 4
 #: Answers to train on, beside the drafter that is trained on them.
 TEXT = "text.jsonl"
 #: Names that no checkpoint's own shards have.
@@ -167,7 +169,6 @@ class HeadLayout:
         layer: sizes of the decoder layer and of the target's vocabulary.
         draft_vocab_size: tokens that the head proposes.
         aux_layers: layers of the target whose inputs it reads.
-        num_speculative_tokens: drafts per step.
         verifier: name of the target.
     """
 
@@ -175,7 +176,6 @@ class HeadLayout:
     draft_vocab_size: int
     aux_layers: tuple[int, ...]
     norm_before_residual: bool
-    num_speculative_tokens: int
     verifier: str
 
 
@@ -205,7 +205,7 @@ def _config(layout: HeadLayout) -> dict[str, Any]:
             "proposal_methods": [
                 {
                     "proposal_type": "greedy",
-                    "speculative_tokens": layout.num_speculative_tokens,
+                    "speculative_tokens": _SERVED_DRAFTS,
                     "verifier_accept_k": 1,
                     "accept_tolerance": 0.0,
                 }

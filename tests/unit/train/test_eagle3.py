@@ -73,7 +73,6 @@ def write_network(directory, network: Eagle3Network, config, *, norm_before_resi
         draft_vocab_size=len(DRAFT_IDS),
         aux_layers=(1, 2, 4),
         norm_before_residual=norm_before_residual,
-        num_speculative_tokens=3,
         verifier="target",
     )
     write_head(directory, layout, tensors)

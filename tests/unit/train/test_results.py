@@ -32,7 +32,6 @@ def layout(tmp_path):
         draft_vocab_size=9,
         aux_layers=(1, 2, 4),
         norm_before_residual=True,
-        num_speculative_tokens=4,
         verifier="target",
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ from sametoken.types.units import counted, in_units
 _GPU_PASS_TOKENS, _CPU_PASS_TOKENS = 32768, 2048
 
 
-@dataclass(frozen=True, slots=True)
-class BatchStates:
+class BatchStates(NamedTuple):
     """States of a batch.
 
     Attributes:
@@ -83,29 +82,20 @@ class RunAnew:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """States in memory.
+    """States in memory: [N, ...] each, by index in ``Sequences.token_ids``."""
 
-    Attributes:
-        auxiliary: [N, num_aux * hidden], by index in ``Sequences.token_ids``.
-        last: [N, hidden].
-        greedy: [N] int64.
-    """
-
-    auxiliary: Tensor
-    last: Tensor
-    greedy: Tensor
+    states: BatchStates
 
     def of(self, batch: Batch) -> BatchStates:
         """See ``StateSource``."""
-        places = batch.places
-        return BatchStates(self.auxiliary[places], self.last[places], self.greedy[places])
+        return BatchStates(*(part[batch.places] for part in self.states))
 
 
 def keep(target: Target, sequences: Sequences, num_aux: int) -> Kept:
     """Run every sequence once and keep its states on the target's device."""
     hidden, num_tokens = target.config.hidden_size, sequences.token_ids.shape[0]
     device = target.embedding.device
-    kept = Kept(
+    kept = BatchStates(
         target.embedding.new_empty(num_tokens, num_aux * hidden),
         target.embedding.new_empty(num_tokens, hidden),
         torch.empty(num_tokens, dtype=torch.int64, device=device),
@@ -116,14 +106,11 @@ def keep(target: Target, sequences: Sequences, num_aux: int) -> Kept:
     run = RunAnew(target)
     for step in range(len(batches)):
         batch = batches.at(step)
-        found = run.of(batch)
         offsets = torch.arange(batch.places.shape[1], device=device)
         own = offsets[None] < batch.lengths.to(device)[:, None]
-        places = batch.places[own]
-        kept.auxiliary[places] = found.auxiliary[own]
-        kept.last[places] = found.last[own]
-        kept.greedy[places] = found.greedy[own]
-    return kept
+        for part, found in zip(kept, run.of(batch), strict=True):
+            part[batch.places[own]] = found[own]
+    return Kept(kept)
 
 
 def kept_bytes(sequences: Sequences, target: Target, num_aux: int) -> int:
@@ -199,7 +186,8 @@ def read_states(
             last[rows] = rms_norm(states[:, -1], target.final_norm, target.config.rms_norm_eps)
             first += len(token_ids)
     last = last[:first]
-    return Sequences.of(pairs), Kept(auxiliary[:first], last, greedy_tokens(last, target.head))
+    kept = BatchStates(auxiliary[:first], last, greedy_tokens(last, target.head))
+    return Sequences.of(pairs), Kept(kept)
 
 
 def _places_of(

@@ -173,8 +173,10 @@ class ServingWorkload:
         ConfigError: a value is impossible.
     """
 
-    dataset: str = option("mt-bench", "gsm8k, humaneval, mt-bench, random, spec-bench or custom")
-    path: Path | None = option(None, "file of the dataset spec-bench or custom")
+    dataset: str = option(
+        "mt-bench", "gsm8k, humaneval, mt-bench, random, spec-bench or custom", "--dataset-name"
+    )
+    path: Path | None = option(None, "file of the dataset spec-bench or custom", "--dataset-path")
     num_prompts: int = option(100, "number of requests per run")
     input_len: int = option(64, "random: number of words per prompt")
     output_len: int = option(128, "maximum number of tokens per answer")
@@ -182,7 +184,7 @@ class ServingWorkload:
     seed: int = option(0, "seed of sampling and of the requests' arrival times")
     api: str = option(AUTO, "completions or chat; auto: chat for datasets of questions")
     ignore_eos: bool = option(False, "request answers of the full length")
-    warmup: int = option(1, "number of uncounted requests before each load")
+    warmup: int = option(1, "number of uncounted requests before each load", "--num-warmups")
     repeats: int = option(1, "number of runs per load, which shows the spread")
     trace: int = option(1, "number of requests sent again, one at a time, to record their tokens")
 
@@ -226,7 +228,9 @@ class Server:
             object.
     """
 
-    url: str = option("http://127.0.0.1:8000", "address of the server, with or without /v1")
+    url: str = option(
+        "http://127.0.0.1:8000", "address of the server, with or without /v1", "--base-url"
+    )
     model: str | None = option(None, "served model name [default: the first one]")
     api_key: str | None = option(None, "API key, sent as a bearer token")
     timeout: float = option(

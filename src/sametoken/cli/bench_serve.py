@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,13 +20,6 @@ if TYPE_CHECKING:
     from sametoken.bench.serving_numbers import Goal
 
 SOME_FAILED = 1
-#: vLLM's names of options that have another name here.
-_ALSO = {
-    "url": "--base-url",
-    "dataset": "--dataset-name",
-    "path": "--dataset-path",
-    "warmup": "--num-warmups",
-}
 _LATENCIES = {
     "ttft": "first token",
     "tpot": "per later token",
@@ -36,20 +28,7 @@ _LATENCIES = {
 }
 
 
-def _options(kind: type[Any]) -> list[inspect.Parameter]:
-    return [_with_both_names(parameter) for parameter in options_of(kind)]
-
-
-def _with_both_names(parameter: inspect.Parameter) -> inspect.Parameter:
-    if parameter.name not in _ALSO:
-        return parameter
-    kind, *_ = parameter.annotation.__args__
-    (shown,) = parameter.annotation.__metadata__
-    names = (f"--{parameter.name}", _ALSO[parameter.name])
-    return parameter.replace(annotation=Annotated[kind, typer.Option(*names, help=shown.help)])
-
-
-@with_options(_options(Server), _options(ServingWorkload))
+@with_options(options_of(Server), options_of(ServingWorkload))
 def serve(
     goals: Annotated[
         list[str] | None, typer.Argument(help="further goals of --goodput", metavar="GOAL")

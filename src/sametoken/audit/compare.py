@@ -7,7 +7,7 @@ corrupted text: repeated fragments and truncated answers.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 from sametoken.audit.asks import Answer, TopTwo
@@ -93,11 +93,21 @@ def compare(
     """
     divergences = []
     for request, answer in found.items():
-        position = first_difference(baseline[request], answer)
-        if position is not None:
-            top = (margins or baseline)[request].top
-            one = _divergence(request, position, baseline[request], answer, top, noise)
-            divergences.append(replace(one, kind=SAMPLED) if request in sampled else one)
+        expected = baseline[request]
+        position = first_difference(expected, answer)
+        if position is None:
+            continue
+        top = (margins or baseline)[request].top
+        margin = margin_of(top[position]) if position < len(top) else None
+        tokens = (_token(expected, position), _token(answer, position))
+        window, draft, kind = answer.window_at(position), None, _kind(margin, noise)
+        if window is not None and position < window.end - 1:
+            draft = position - window.first + 1
+        if answer.failed and position == len(answer.tokens):
+            kind = CORRUPTION
+        if request in sampled:
+            kind = SAMPLED
+        divergences.append(Divergence(request, position, *tokens, margin, window, draft, kind))
     return Comparison(name, len(found), tuple(divergences))
 
 
@@ -159,31 +169,6 @@ def _told_apart(top: TopTwo) -> dict[int | str, float]:
 def margin_of(top: TopTwo) -> float | None:
     """Return the log-probability difference between the best and the second best candidate."""
     return top[0][1] - top[1][1] if len(top) > 1 else None
-
-
-def _divergence(
-    request: str,
-    position: int,
-    expected: Answer,
-    found: Answer,
-    top: tuple[TopTwo, ...],
-    noise: float | None,
-) -> Divergence:
-    margin = margin_of(top[position]) if position < len(top) else None
-    window = found.window_at(position)
-    draft = None
-    if window is not None and position < window.end - 1:
-        draft = position - window.first + 1
-    return Divergence(
-        request,
-        position,
-        _token(expected, position),
-        _token(found, position),
-        margin,
-        window,
-        draft,
-        CORRUPTION if found.failed and position == len(found.tokens) else _kind(margin, noise),
-    )
 
 
 def _token(answer: Answer, position: int) -> int | str | None:

@@ -224,7 +224,15 @@ def prepare_material(
     """
     states: StateSource
     if isinstance(given, Sequences):
-        sequences, states = given, _states(target, given, num_aux, compute, cache, announce)
+        sequences, needed = given, kept_bytes(given, target, num_aux)
+        if cache and needed <= compute.data_bytes:
+            announce(f"keeping the target's states of {sequences.token_ids.shape[0]} tokens")
+            states = keep(target, sequences, num_aux)
+        else:
+            announce(
+                f"the target runs anew in every step; kept states would take {in_units(needed)}"
+            )
+            states = RunAnew(target)
     else:
         assert isinstance(target, FrozenTarget)
         longest = loop.longest(target.config.max_position_embeddings)
@@ -236,22 +244,6 @@ def prepare_material(
         f"held back: {len(held)}"
     )
     return Material(sequences, states, trained, held, counts, loop, compute.device)
-
-
-def _states(
-    target: Target,
-    sequences: Sequences,
-    num_aux: int,
-    compute: Compute,
-    cache: bool,
-    announce: Callable[[str], None],
-) -> StateSource:
-    needed = kept_bytes(sequences, target, num_aux)
-    if not cache or needed > compute.data_bytes:
-        announce(f"the target runs anew in every step; kept states would take {in_units(needed)}")
-        return RunAnew(target)
-    announce(f"keeping the target's states of {sequences.token_ids.shape[0]} tokens")
-    return keep(target, sequences, num_aux)
 
 
 @dataclass(frozen=True, slots=True)

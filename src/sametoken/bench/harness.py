@@ -88,11 +88,10 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         """Encode a text; one that already begins with the BOS token gets no second one."""
-        special = True if add_special_tokens is None else add_special_tokens
-        first = self.tokenizer.bos_token
-        if add_special_tokens is None and first and string.startswith(first):
-            special = False
-        return list(self.tokenizer.encode(string, add_special_tokens=special))
+        if add_special_tokens is None:
+            first = self.tokenizer.bos_token
+            add_special_tokens = not (first and string.startswith(first))
+        return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate texts up to the first stop string, which is excluded.

@@ -177,7 +177,7 @@ def _loaded(
     plain = {model: LLM(model, announce=announce) for model in models}
     drafting = [
         {
-            drafts: LLM(scene.model, announce=_discard, speculative_config=speculation)
+            drafts: LLM(scene.model, announce=lambda line: None, speculative_config=speculation)
             for drafts, speculation in scene.drafts.items()
         }
         for scene in scenes
@@ -251,7 +251,3 @@ def _figures(output: RequestOutput, base: float) -> tuple[str, ...]:
         per_position(speculation.acceptance_per_position, _SHOWN_POSITIONS),
         f"{rate / base:.2f}x" if base else "-",
     )
-
-
-def _discard(line: str) -> None:
-    pass

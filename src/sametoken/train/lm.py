@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,9 +33,6 @@ from sametoken.train.tokenizer import (
     save_tokenizer,
     train_tokenizer,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 # Measured windows are drawn with a seed that no training may have.
 _MEASURED_STEPS = 16
@@ -177,7 +174,12 @@ def train_lm(
     settings = {"kind": "lm", "sources": [f"{s.path.name}={s.share:g}" for s in sources]}
     settings |= asdict(options) | {"mtp_steps": options.module_steps}
     with training_in(output, loop, settings) as compute:
-        tokenizer = _tokenizer(output, sources, options, resume=loop.resume, announce=announce)
+        if loop.resume:
+            tokenizer = load_trained_tokenizer(output)
+        else:
+            announce("training the tokenizer")
+            tokenizer = train_tokenizer(_sample(sources), options.vocab_size)
+            save_tokenizer(tokenizer, output)
         ends = tuple(tokenizer.convert_tokens_to_ids(token) for token in (TURN_END, END_OF_TEXT))
         corpus = encode_corpus(
             sources,
@@ -213,23 +215,6 @@ def _require_long_windows(max_length: int, module_steps: int) -> None:
             f"windows of max_length={max_length} tokens are too short for {module_steps} drafts",
             f"use a max_length of at least {least}, or fewer mtp_steps",
         )
-
-
-def _tokenizer(
-    output: Path,
-    sources: list[Source],
-    options: LMOptions,
-    *,
-    resume: bool,
-    announce: Callable[[str], None],
-) -> PreTrainedTokenizerFast:
-    """The tokenizer of the output directory if the training is resumed, else a new one."""
-    if resume:
-        return load_trained_tokenizer(output)
-    announce("training the tokenizer")
-    tokenizer = train_tokenizer(_sample(sources), options.vocab_size)
-    save_tokenizer(tokenizer, output)
-    return tokenizer
 
 
 def _result(objective: LMObjective, last: Report, corpus: Corpus, began: float) -> LMResult:

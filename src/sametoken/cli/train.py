@@ -45,19 +45,7 @@ train = typer.Typer(
 
 Model = Annotated[str, typer.Argument(help=f"the target: {MODEL_HELP}")]
 Output = Annotated[Path, typer.Argument(help="directory for the result and its checkpoint")]
-Text = Annotated[
-    Path | None, typer.Option(help="JSON lines of prompts and answers, as text or as token ids")
-]
-GenerateFrom = Annotated[
-    Path | None, typer.Option(help="JSON lines of prompts, which the target answers first")
-]
 AnswerTokens = Annotated[int, typer.Option(min=2, help="maximum tokens per answer")]
-AnswerSeconds = Annotated[
-    float | None, typer.Option(help="seconds after which no further answers are started")
-]
-AnswerTemperature = Annotated[
-    float, typer.Option(help="temperature of answers; a prompt's own temperature overrides it")
-]
 
 
 @train.command()
@@ -67,8 +55,12 @@ def text(
     output: Annotated[Path, typer.Argument(help="a new file for the answers, JSON lines")],
     prompts: Annotated[Path, typer.Option(help="JSON lines of prompts")],
     max_tokens: AnswerTokens = 512,
-    max_seconds: AnswerSeconds = None,
-    temperature: AnswerTemperature = 0.0,
+    max_seconds: Annotated[
+        float | None, typer.Option(help="seconds after which no further answers are started")
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(help="temperature of answers; a prompt's own temperature overrides it")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="seed of the first prompt")] = 0,
     **options: Any,
 ) -> None:
@@ -89,8 +81,12 @@ def text(
 
 def _source(
     *,
-    text: Text = None,
-    generate_from: GenerateFrom = None,
+    text: Annotated[
+        Path | None, typer.Option(help="JSON lines of prompts and answers, as text or as token ids")
+    ] = None,
+    generate_from: Annotated[
+        Path | None, typer.Option(help="JSON lines of prompts, which the target answers first")
+    ] = None,
     answer_tokens: AnswerTokens = 512,
     json_output: AsJson = False,
 ) -> None:

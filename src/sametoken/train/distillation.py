@@ -113,10 +113,6 @@ class Material:
             sequences = replace(sequences, prompt_lens=torch.zeros_like(sequences.prompt_lens))
         return self._batches(sequences, self.trained, self.loop.seed)
 
-    def answers(self, indices: list[int], seed: int) -> Batches:
-        """Batches of some of the sequences; only answers count."""
-        return self._batches(self.sequences, indices, seed)
-
     def _batches(self, sequences: Sequences, indices: list[int], seed: int) -> Batches:
         return Batches(
             sequences, indices, batch_tokens=self.loop.batch_tokens, seed=seed, device=self.device
@@ -128,7 +124,7 @@ class Material:
 
         The last value is how many sequences were measured: of many, those of the first batches.
         """
-        batches = self.answers(self.held or self.trained, 0)
+        batches = self._batches(self.sequences, self.held or self.trained, 0)
         acceptance = Acceptance.none(objective.k, self.device)
         num_accepted: list[int] = []
         counts: list[int] = []

@@ -276,7 +276,7 @@ def test_a_model_that_gives_nan_is_no_finding(tmp_path, outputs):
 def test_what_cannot_be_compared_is_refused_before_the_model_is_loaded(
     models, outputs, monkeypatch
 ):
-    monkeypatch.setattr(trainer_audit, "build_engine", None)
+    monkeypatch.setattr(trainer_audit, "build_requested", None)
     (one, *_) = scored_by(Trainer(models["now"]), outputs)
     far = dataclasses.replace(one, token_ids=(*one.token_ids[:-1], 10**6))
     with pytest.raises(RequestError, match="the token id 1000000"):
@@ -295,7 +295,7 @@ def test_what_cannot_be_compared_is_refused_before_the_model_is_loaded(
 def test_a_wrong_checkpoint_is_refused_before_the_model_is_loaded(
     tmp_path, models, outputs, monkeypatch
 ):
-    monkeypatch.setattr(trainer_audit, "build_engine", None)
+    monkeypatch.setattr(trainer_audit, "build_requested", None)
     rollouts = scored_by(Trainer(models["now"]), outputs)
     with pytest.raises(CheckpointError, match="nowhere is no directory"):
         audit_trainer(config(models), rollouts, checkpoints=[tmp_path / "nowhere"])

@@ -32,7 +32,7 @@ from sametoken.audit.trainer_verdict import (
 )
 from sametoken.bench.report import environment
 from sametoken.config import EngineConfig
-from sametoken.engine.build import build_engine
+from sametoken.engine.build import build_requested
 from sametoken.engine.load import validate
 from sametoken.errors import CheckpointError, ConfigError, RequestError
 from sametoken.models.hub import model_name
@@ -102,7 +102,7 @@ def audit_trainer(
         tensors = own.open_tensors()
         for _, source in sources:
             _require_same_shapes(source, tensors)
-    core = build_engine(config)
+    core = build_requested(requested, lambda text: None)
     scorer = Scorer(core, concurrency)
     # Memory may have lowered it.
     _require_possible(rollouts, core.resolved.model.vocab_size, scorer.most_tokens)

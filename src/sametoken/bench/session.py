@@ -14,7 +14,7 @@ from sametoken.bench.report import Summary, summarise
 from sametoken.bench.roofline import Bandwidth, Traffic, read_bandwidth, step_traffic
 from sametoken.bench.workload import RequestSource, Workload, read_prompts
 from sametoken.config import EngineConfig
-from sametoken.engine.build import build_engine
+from sametoken.engine.build import build_requested
 from sametoken.engine.core import EngineCore
 from sametoken.engine.load import Requested, validate
 from sametoken.engine.resolve import ResolvedConfig
@@ -68,8 +68,6 @@ class Session:
         if dataset is not None:
             require_named(*dataset)
             require_dataset(*dataset)
-        # What is used is announced once, though ``build_engine`` looks it up again.
-        announce = functools.cache(announce)
         requested = validate(config, announce)
         workload.require_slots(requested.config.max_num_seqs)
         if prompts is not None:
@@ -81,7 +79,7 @@ class Session:
         announce("measuring memory bandwidth")
         bandwidth = read_bandwidth(requested.device, bandwidth_bytes)
         announce(f"loading {config.model}")
-        engine = build_engine(config, announce)
+        engine = build_requested(requested, announce)
         _require_fit(workload, engine.resolved, announce)
         return cls(
             workload=workload,

@@ -49,7 +49,6 @@ class Session:
         prompts: Path | None = None,
         dataset: tuple[str, Path | None] | None = None,
         announce: Callable[[str], None] = lambda text: None,
-        bandwidth_bytes: int | None = None,
     ) -> Session:
         """Check the workload, measure the memory bandwidth, then load the engine.
 
@@ -59,7 +58,6 @@ class Session:
             prompts: a file for ``read_prompts``, replacing random prompts.
             dataset: name and file for ``load_dataset``, replacing random prompts.
             announce: called with a line about slow phases and about limits on the numbers.
-            bandwidth_bytes: as in ``read_bandwidth``.
 
         Raises:
             ConfigError: the workload does not fit the engine, or as ``build_engine``.
@@ -77,7 +75,7 @@ class Session:
             workload = replace(workload, prompts=dataset_prompts(*dataset, tokenizer))
         _require_length(workload, requested.max_model_len)
         announce("measuring memory bandwidth")
-        bandwidth = read_bandwidth(requested.device, bandwidth_bytes)
+        bandwidth = read_bandwidth(requested.device)
         announce(f"loading {config.model}")
         engine = build_requested(requested, announce)
         _require_fit(workload, engine.resolved, announce)

@@ -7,17 +7,16 @@ import json
 import pytest
 
 from helpers.checkpoints import LLAMA
-from sametoken.bench import session
+from sametoken.bench import roofline, session
 from sametoken.bench.session import Session
 from sametoken.bench.workload import Workload
 from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError
 
-SMALL = 1 << 20
-
 
 @pytest.fixture
-def target(tmp_path):
+def target(tmp_path, monkeypatch):
+    monkeypatch.setattr(roofline, "CPU_BYTES", 1 << 20)
     directory = tmp_path / "target"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(LLAMA))
@@ -28,7 +27,7 @@ def open_session(target, workload, **options):
     kinds = ("prompts", "dataset", "announce")
     own = {name: options.pop(name) for name in kinds if name in options}
     config = EngineConfig.from_options(model=target, load_format="dummy", **options)
-    return Session.open(config, workload, bandwidth_bytes=SMALL, **own)
+    return Session.open(config, workload, **own)
 
 
 def test_sizes_and_warm_up_are_as_asked(target):

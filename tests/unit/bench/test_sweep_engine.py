@@ -20,9 +20,7 @@ from sametoken.errors import NumericalError
 
 @pytest.fixture
 def cells(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        session_module, "read_bandwidth", lambda device, size: Bandwidth(1e9, "a guess")
-    )
+    monkeypatch.setattr(session_module, "read_bandwidth", lambda device: Bandwidth(1e9, "a guess"))
     sweep = Sweep(
         model=(str(write_config(tmp_path / "tiny")),),
         drafter=({"method": "ngram", "num_speculative_tokens": 2},),

@@ -30,9 +30,7 @@ SYNTHETIC = NGRAM | {
 def target(tmp_path, monkeypatch):
     """A config without weights, on a machine whose memory is measured at once."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    monkeypatch.setattr(
-        session_module, "read_bandwidth", lambda device, size: Bandwidth(1e9, "a guess")
-    )
+    monkeypatch.setattr(session_module, "read_bandwidth", lambda device: Bandwidth(1e9, "a guess"))
     return str(tmp_path)
 
 
@@ -157,9 +155,7 @@ def test_results_are_shown_where_the_file_cannot_be_written(target, tmp_path, mo
     ],
 )
 def test_wrong_use_exits_with_2(arguments, monkeypatch):
-    monkeypatch.setattr(
-        session_module, "read_bandwidth", lambda device, size: Bandwidth(1e9, "a guess")
-    )
+    monkeypatch.setattr(session_module, "read_bandwidth", lambda device: Bandwidth(1e9, "a guess"))
     result = run(*arguments)
     assert result.exit_code == 2
     assert result.stdout == ""

@@ -71,18 +71,12 @@ class CellStore:
         return {"cell": dataclasses.asdict(cell), "status": status}
 
 
-#: Measures the cells of one engine in another process; returns the name of the last cell
-#: that it began, and an error or "".
-Launch = Callable[[Path, Sequence[Cell]], tuple[str | None, str]]
-
-
 def run_sweep(
     sweep: Sweep,
     directory: Path,
     *,
     retry_failed: bool = False,
     announce: Callable[[str], None] = lambda text: None,
-    launch: Launch | None = None,
 ) -> dict[str, int]:
     """Measure the cells that have no result yet.
 
@@ -91,7 +85,6 @@ def run_sweep(
         directory: results directory; created if missing.
         retry_failed: also measure failed cells again.
         announce: called with one line per engine and per failed cell.
-        launch: runs one engine.
 
     Returns:
         The number of ``DONE`` and of ``FAILED`` cells, earlier runs included.
@@ -102,7 +95,6 @@ def run_sweep(
     """
     make_directory(directory)
     store = CellStore(directory)
-    launch = launch or launch_engine
     engines = list(sweep.engines())
     names = EngineNames.of([cells[0].engine_options() for cells in engines])
     with DirectoryLock(directory, "wait for that sweep's end"):
@@ -113,17 +105,17 @@ def run_sweep(
             pending = _with_status(store, cells, None)
             count = f"{len(pending)} of {len(cells)} cells to measure"
             announce(f"{_engine_name(cells[0], names)}: {count}")
-            _run_engine(store, pending, launch)
+            _run_engine(store, pending)
             for cell in _with_status(store, cells, FAILED):
                 announce(f"failed: {cell.name}: {store.error(cell)}")
     every = [store.status(cell) for cells in engines for cell in cells]
     return {status: every.count(status) for status in (DONE, FAILED)}
 
 
-def _run_engine(store: CellStore, pending: list[Cell], launch: Launch) -> None:
+def _run_engine(store: CellStore, pending: list[Cell]) -> None:
     """Start the engine until each cell has a result or an error."""
     while pending:
-        begun, error = launch(store.directory, pending)
+        begun, error = launch_engine(store.directory, pending)
         left = _with_status(store, pending, None)
         # If the process dies, the cell that it had begun fails; without one, all cells fail.
         lost = [cell for cell in left if cell.name == begun]
@@ -135,7 +127,11 @@ def _run_engine(store: CellStore, pending: list[Cell], launch: Launch) -> None:
 
 
 def launch_engine(directory: Path, cells: Sequence[Cell]) -> tuple[str | None, str]:
-    """Measure the cells of one engine in a new Python process (see ``Launch``)."""
+    """Measure the cells of one engine in a new Python process.
+
+    Returns:
+        The name of the last cell that it began, and an error or "".
+    """
     job = {"directory": str(directory), "cells": [dataclasses.asdict(cell) for cell in cells]}
     with subprocess.Popen(
         module_command(_CHILD),

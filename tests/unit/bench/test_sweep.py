@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
+from sametoken.bench import sweep
 from sametoken.bench.documents import write_json
 from sametoken.bench.sweep import DONE, FAILED, CellStore, launch_engine, run_sweep
 from sametoken.bench.sweep_spec import Sweep
@@ -37,9 +39,10 @@ class FakeEngine:
         return cells[-1].name, ""
 
 
-def run(directory, engine, **options):
+def run(directory, engine, planned=SWEEP, **options):
     told = []
-    counts = run_sweep(SWEEP, directory, launch=engine, announce=told.append, **options)
+    with patch.object(sweep, "launch_engine", engine):
+        counts = run_sweep(planned, directory, announce=told.append, **options)
     return counts, told
 
 
@@ -55,9 +58,8 @@ def test_a_finished_cell_is_not_measured_again(tmp_path):
 
 def test_no_two_engines_are_announced_alike(tmp_path):
     heads = [{"method": "eagle3", "model": f"{name}/head"} for name in ("a/one", "b/two")]
-    told = []
-    sweep = replace(SWEEP, drafter=(*heads, {**heads[0], "token_map": "ids.json"}))
-    run_sweep(sweep, tmp_path, launch=FakeEngine(), announce=told.append)
+    planned = replace(SWEEP, drafter=(*heads, {**heads[0], "token_map": "ids.json"}))
+    _, told = run(tmp_path, FakeEngine(), planned)
     assert [line.split(", ")[1] for line in told] == [
         "eagle3 one/head (1)",
         "eagle3 two/head",

@@ -17,7 +17,6 @@ from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.load.dummy import dummy_reader
-from sametoken.models.load.gguf_blocks import Blocks
 from sametoken.models.load.gguf_checkpoint import GGUFCheckpoint
 from sametoken.models.load.gguf_names import models_of
 from sametoken.models.load.huggingface import HuggingFaceCheckpoint
@@ -151,8 +150,7 @@ def load_model(
     require_divisible(checkpoint.config, parallel.size)
     build = partial(architecture, checkpoint.config, max_positions=max_positions)
     quantization = formats_of(checkpoint, str(path), load_format)
-    if isinstance(quantization, Blocks):
-        quantization.require_products(kernels)
+    quantization.require_products(kernels)
     if load_format == DUMMY:
         return build(dummy_reader(Path(path), kernels, dtype, device, (), parallel, quantization))
     tensors = checkpoint.open_tensors()

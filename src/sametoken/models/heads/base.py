@@ -245,10 +245,12 @@ class HeadCheckpoint(ABC, Generic[Head]):
 
         Raises:
             CheckpointError: a tensor is missing or differs in shape from the config.
-            UnsupportedError: only pickled weights, or tensors that the head does not use.
+            UnsupportedError: only pickled weights, tensors that the head does not use, or a format
+                that the kernels have no products of.
             DrafterMismatchError: the shared weights do not fit the head.
         """
         form = self.quantization
+        form.require_products(kernels)
         if self._is_dummy and self._given is None:
             optional = self.optional_tensors
             weights = dummy_reader(

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -28,13 +28,12 @@ from sametoken.models.heads.base import (
     HeadStates,
     require_sizes,
 )
-from sametoken.models.heads.reader import HeadReader, SharedWeights
+from sametoken.models.heads.reader import HeadReader
 from sametoken.models.heads.stored_names import with_prefix
-from sametoken.models.load.gguf_blocks import Blocks
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.sources import TensorSource
 from sametoken.models.loader import formats_of, open_checkpoint
-from sametoken.ops.backend import AttentionRows, KeptRows, Kernels
+from sametoken.ops.backend import AttentionRows, KeptRows
 from sametoken.state.caches import ModelCache
 
 ANOTHER_METHOD = "another speculative method"
@@ -128,12 +127,6 @@ class ModuleCheckpoint(HeadCheckpoint[Head]):
 
     def _open_tensors(self) -> TensorSource:
         return with_prefix(self._open(), self.prefix)
-
-    def load(self, shared: SharedWeights, *, kernels: Kernels, **options: Any) -> Head:
-        """As ``HeadCheckpoint.load``; formats without products there are refused at first."""
-        if isinstance(self.quantization, Blocks):
-            self.quantization.require_products(kernels)
-        return super().load(shared, kernels=kernels, **options)
 
     def require_fit(self, target: ModelConfig) -> None:
         """Refuse a target of another vocabulary or hidden size."""

@@ -84,11 +84,7 @@ class Blocks(Quantization):
     types: Mapping[str, GGMLQuantizationType]
 
     def require_products(self, kernels: Kernels) -> None:
-        """Refuse experts in blocks of integers if the backend has no products of theirs.
-
-        Raises:
-            UnsupportedError: there are some.
-        """
+        """See ``Quantization``: experts in blocks of integers."""
         if any(".experts." in name and kind in _UNPACKED for name, kind in self.types.items()):
             kernels.require_integer_experts()
 

@@ -11,6 +11,7 @@ from sametoken.ops.weight import UnquantizedWeight, Weight
 if TYPE_CHECKING:
     from sametoken.models.load.sources import TensorSource
     from sametoken.models.load.weights import Part, WeightReader
+    from sametoken.ops.backend import Kernels
 
 
 class LinearFormat(Protocol):
@@ -66,6 +67,13 @@ class Quantization:
 
     Of this class itself there are none.
     """
+
+    def require_products(self, kernels: Kernels) -> None:
+        """Refuse formats that the backend has no products of; by default there are none.
+
+        Raises:
+            UnsupportedError: there are some.
+        """
 
     def format_of(self, module: str, source: TensorSource) -> LinearFormat | None:
         """The format of a linear, by its name without ``.weight``; None: unquantized."""

@@ -25,10 +25,6 @@ from sametoken.models.load.gguf_source import (
     SHORT_FACTORS,
     GGUFSource,
     dequantized,
-    layer_of,
-    module_layers,
-    tensors_by_name,
-    turns_of,
 )
 from sametoken.models.load.huggingface import model_config
 from sametoken.models.load.settings import (
@@ -64,18 +60,7 @@ class GGUFCheckpoint:
 
     def blocks(self, *, of_module: bool = False) -> Blocks:
         """The formats of matrices that stay in their bits: the model's, or its module's."""
-        layers = module_layers(self._settings, self.config)
-        tensors = tensors_by_name(self._file, self._architecture, layers)
-        turns = self._architecture.turns(self._settings)
-        # A block may hold columns of several heads.
-        moved = {name for name in tensors if (one := turns_of(turns, name)) and one.in_columns}
-        return Blocks(
-            {
-                name: tensor.type
-                for name, tensor in tensors.items()
-                if name not in moved and (layer_of(tensor) in layers) == of_module
-            }
-        )
+        return self.open_tensors().blocks(of_module=of_module)
 
     def open_tensors(self) -> GGUFSource:
         """The tensors of the model."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.io.files import open_regular
 from sametoken.models.base import ModelConfig
 from sametoken.models.load.gguf_architecture import EACH, GATE_UP, Architecture, Turns
+from sametoken.models.load.gguf_blocks import Blocks
 from sametoken.models.load.gguf_file import GGUFFile, GGUFTensor
 from sametoken.models.load.settings import MAX_EXPERTS, MAX_LAYERS, Settings
 from sametoken.models.load.sources import rows_per_chunk
@@ -38,7 +39,7 @@ _OF_ROUNDING = 2**-22
 _MAX_OF_EXPERTS = 1 << 18
 
 
-def tensors_by_name(
+def _tensors_by_name(
     file: GGUFFile, architecture: Architecture, layers: range
 ) -> dict[str, GGUFTensor]:
     """The tensors by their Hugging Face names, those of experts one by one.
@@ -115,7 +116,10 @@ class GGUFSource:
         self, file: GGUFFile, architecture: Architecture, settings: Settings, config: ModelConfig
     ) -> None:
         self.location = str(file.path)
-        self._tensors = tensors_by_name(file, architecture, module_layers(settings, config))
+        num_layers = settings.integer("block_count", most=MAX_LAYERS)
+        #: Those of a module for more tokens, past the model's own.
+        self._module_layers = range(config.num_layers, num_layers)
+        self._tensors = _tensors_by_name(file, architecture, self._module_layers)
         self._names = dict.fromkeys(name for name in self._tensors if name not in ROPE_TABLES)
         self._architecture, self._head_dim = architecture, config.head_dim
         self._turns = architecture.turns(settings)
@@ -145,6 +149,17 @@ class GGUFSource:
         for raw in self._rows(name):
             yield self._in_order(torch.from_numpy(raw), self._tensors[name])
 
+    def blocks(self, *, of_module: bool) -> Blocks:
+        """The formats of matrices that stay in their bits: the model's, or its module's."""
+        types = {}
+        for name, tensor in self._tensors.items():
+            turns, match = self._turns_of(name), _LAYER.match(tensor.name)
+            is_of_module = match is not None and int(match[1]) in self._module_layers
+            # A block may hold columns of several heads.
+            if is_of_module == of_module and not (turns and turns.in_columns):
+                types[name] = tensor.type
+        return Blocks(types)
+
     def _as_stored(self, tensor: GGUFTensor, values: Tensor) -> Tensor:
         """Values as checkpoints of transformers have them."""
         name, architecture = tensor.name, self._architecture
@@ -163,16 +178,19 @@ class GGUFSource:
         is_interleaved = self._architecture.interleaved and _INTERLEAVED.fullmatch(tensor.name)
         return self._head_dim if is_interleaved else None
 
+    def _turns_of(self, name: str) -> Turns | None:
+        return self._turns.get(name.rpartition(_OF_LINEAR)[2])
+
     def _columns(self, name: str) -> Tensor | None:
         """Where the columns of a matrix or elements of a vector are; None: in their order."""
-        turns = turns_of(self._turns, name)
+        turns = self._turns_of(name)
         if turns is None or not (turns.in_columns or len(self._tensors[name].shape) == 1):
             return None
         return torch.cat([torch.arange(first, first + count) for first, count in turns.runs()])
 
     def _runs(self, name: str) -> list[tuple[int, int]]:
         """First row in the file, and number of rows, of each run in Hugging Face order."""
-        turns = turns_of(self._turns, name)
+        turns = self._turns_of(name)
         if turns is None or self._columns(name) is not None:
             return [(0, self._tensors[name].num_rows)]
         return turns.runs()
@@ -195,17 +213,6 @@ class GGUFSource:
                     yield raw.reshape(rows, tensor.row_bytes)
 
 
-def layer_of(tensor: GGUFTensor) -> int | None:
-    """The layer of a tensor of the file; None: it is of no layer."""
-    match = _LAYER.match(tensor.name)
-    return match and int(match[1])
-
-
-def turns_of(turns: Mapping[str, Turns], name: str) -> Turns | None:
-    """Those of the tensor of a name."""
-    return turns.get(name.rpartition(_OF_LINEAR)[2])
-
-
 def logarithms(decays: Tensor) -> Tensor:
     """fp32 ``A_log`` of which a file has the exponentials in fp32.
 
@@ -217,11 +224,6 @@ def logarithms(decays: Tensor) -> Tensor:
     exact = decays.double().log()
     rounded = exact.bfloat16().double()
     return (rounded if (rounded - exact).abs().max() < _OF_ROUNDING else exact).float()
-
-
-def module_layers(settings: Settings, config: ModelConfig) -> range:
-    """The layers of a module for more tokens, past the model's own."""
-    return range(config.num_layers, settings.integer("block_count", most=MAX_LAYERS))
 
 
 def dequantized(raw: np.ndarray, tensor: GGUFTensor, location: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
@@ -110,19 +111,21 @@ class Share:
         """The share of a whole tensor in new memory, by default of its dtype and device."""
         shape = (self.num_rows, len(self.columns))[: whole.dim()]
         own = whole.new_empty(shape, dtype=dtype, device=device)
-        self.copy(own, whole, 0)
+        self.copy(own, (whole,))
         return own
 
-    def copy(self, destination: Tensor, chunk: Tensor, first: int) -> None:
-        """Copy the share's rows of a chunk whose row 0 is the tensor's row ``first``."""
-        offset = 0
-        for run in self.rows:
-            begin = max(run.start, first)
-            end = min(run.stop, first + chunk.shape[0])
-            if begin < end:
-                wanted = chunk[begin - first : end - first]
-                self._put(destination, offset + begin - run.start, wanted)
-            offset += len(run)
+    def copy(self, destination: Tensor, chunks: Iterable[Tensor]) -> None:
+        """Copy the share of a tensor that comes in chunks of whole rows, in order."""
+        first = 0
+        for chunk in chunks:
+            last, offset = first + chunk.shape[0], 0
+            for run in self.rows:
+                begin, end = max(run.start, first), min(run.stop, last)
+                if begin < end:
+                    wanted = chunk[begin - first : end - first]
+                    self._put(destination, offset + begin - run.start, wanted)
+                offset += len(run)
+            first = last
 
     def _put(self, destination: Tensor, row: int, wanted: Tensor) -> None:
         """Copy rows of the tensor to the share's rows from ``row`` on."""

@@ -267,10 +267,7 @@ class WeightReader:
         self._require_shape(part.name, (part.rows, in_features))
         share = self.share(part, (row_bytes,))
         own = self._empty((share,), (row_bytes,), torch.uint8)
-        first = 0
-        for chunk in self.source.stored_chunks(part.name):
-            share.copy(own, chunk, first)
-            first += chunk.shape[0]
+        share.copy(own, self.source.stored_chunks(part.name))
         self._read.add(part.name)
         return own
 
@@ -330,10 +327,7 @@ class WeightReader:
 
     def _fill(self, destination: Tensor, part: Part, share: Share) -> None:
         """Copy a tensor in chunks, so that no second copy of it exists in memory."""
-        first = 0
-        for chunk in self._chunks(part.name, destination.dtype):
-            share.copy(_bits(destination), _bits(chunk), first)
-            first += chunk.shape[0]
+        share.copy(_bits(destination), map(_bits, self._chunks(part.name, destination.dtype)))
         require_finite(destination, part.name, self.source)
         self._read.add(part.name)
 

@@ -274,14 +274,12 @@ def _items(name: str, given: Any, most: int) -> tuple[Any, ...]:
     fits = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
     _require(fits, name, given, "use a list")
     items: tuple[Any, ...] = _read(name, given, tuple, most)
-    _require_few(name, len(items), most)
     return items
 
 
 def _biases(given: Any) -> dict[int, float]:
     _require(isinstance(given, Mapping), "logit_bias", given, "map token ids to finite numbers")
     read: dict[Any, Any] = _read("logit_bias", given.items(), dict, MAX_LOGIT_BIAS)
-    _require_few("logit_bias", len(read), MAX_LOGIT_BIAS)
     biases = {plain_number(token_id): plain_number(bias) for token_id, bias in read.items()}
     for token_id, bias in biases.items():
         fits = _is_int(token_id) and _is_number(bias) and abs(bias) <= MAX_BIAS
@@ -290,19 +288,17 @@ def _biases(given: Any) -> dict[int, float]:
 
 
 def _read(name: str, given: Iterable[Any], make: Callable[[Iterable[Any]], Any], most: int) -> Any:
-    """Read at most ``most + 1`` items, enough to see that there are too many."""
+    """Read up to ``most`` items; more are refused once there is one too many."""
     try:
-        return make(islice(given, most + 1))
+        items = make(islice(given, most + 1))
     except Exception as error:
         # An iterator of an arbitrary class may raise anything.
         raise RequestError(
             f"{name} cannot be read ({shown(error)})", "use a list", param=name
         ) from error
-
-
-def _require_few(name: str, num_items: int, most: int) -> None:
-    if num_items > most:
+    if len(items) > most:
         raise RequestError(f"{name} has more than {most} entries", "use fewer", param=name)
+    return items
 
 
 def _require(holds: bool, name: str, value: object, remedy: str) -> None:

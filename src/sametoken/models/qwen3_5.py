@@ -147,19 +147,9 @@ class HybridDecoder(Decoder, ABC):
 
     load_layer_mlp = staticmethod(load_dense_or_sparse)
 
-    @staticmethod
     @abstractmethod
-    def load_projection(
-        rule: GatedDelta, weights: WeightReader, prefix: str, in_features: int
-    ) -> Linear:
-        """Load the fused projection to [q | k | v | z | b | a] of the block at ``prefix``.
-
-        Args:
-            rule: sizes over all ranks.
-            weights: reader of the tensors.
-            prefix: prefix of the block's tensor names.
-            in_features: width of the block's input.
-        """
+    def _load_projection(self, weights: WeightReader, prefix: str, rule: GatedDelta) -> Linear:
+        """The fused projection to [q | k | v | z | b | a]; ``rule`` has the sizes of all ranks."""
         ...
 
     @staticmethod
@@ -198,7 +188,7 @@ class HybridDecoder(Decoder, ABC):
         hidden = self.config.hidden_size
         return GatedDeltaNet(
             kernels=self.kernels,
-            projection=self.load_projection(rule, weights, prefix, hidden),
+            projection=self._load_projection(weights, prefix, rule),
             params=_load_params(rule, weights, prefix),
             norm_weight=weights.vector(f"{prefix}.norm.weight", rule.value_dim),
             eps=self.config.rms_norm_eps,
@@ -212,15 +202,11 @@ class Qwen3_5MoeForCausalLM(HybridDecoder):
     #: All layers have experts, whose weights are normalised.
     ignored = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
 
-    @staticmethod
-    def load_projection(
-        rule: GatedDelta, weights: WeightReader, prefix: str, in_features: int
-    ) -> Linear:
-        """As ``HybridDecoder.load_projection``."""
+    def _load_projection(self, weights: WeightReader, prefix: str, rule: GatedDelta) -> Linear:
         gates = (
             Part(f"{prefix}.in_proj_{one}", rule.num_value_heads, split=Split.ROWS) for one in "ba"
         )
-        return weights.linear(in_features, *_parts_of_qkvz(rule, prefix), *gates)
+        return weights.linear(self.config.hidden_size, *_parts_of_qkvz(rule, prefix), *gates)
 
 
 class Qwen3_5ForCausalLM(Qwen3_5MoeForCausalLM):
@@ -235,21 +221,17 @@ class Qwen3NextForCausalLM(HybridDecoder):
     GGUF files have the first as Qwen3.5's checkpoints have it.
     """
 
-    @staticmethod
-    def load_projection(
-        rule: GatedDelta, weights: WeightReader, prefix: str, in_features: int
-    ) -> Linear:
-        """As ``HybridDecoder.load_projection``."""
-        size = weights.parallel.size
+    def _load_projection(self, weights: WeightReader, prefix: str, rule: GatedDelta) -> Linear:
+        hidden, size = self.config.hidden_size, weights.parallel.size
         groups, ratio = rule.num_key_heads // size, rule.num_value_heads // rule.num_key_heads
         values = ratio * rule.value_dim
         qkvz = _regrouped(groups, (rule.key_dim, rule.key_dim, values, values))
         ba = _regrouped(groups, (ratio, ratio))
         gates = Part(f"{prefix}.in_proj_ba", size * len(ba), ba, Split.ROWS)
         if f"{prefix}.in_proj_qkv.weight" in weights:
-            return weights.linear(in_features, *_parts_of_qkvz(rule, prefix), gates)
+            return weights.linear(hidden, *_parts_of_qkvz(rule, prefix), gates)
         whole = Part(f"{prefix}.in_proj_qkvz", size * len(qkvz), qkvz, Split.ROWS)
-        return weights.linear(in_features, whole, gates)
+        return weights.linear(hidden, whole, gates)
 
 
 def _parts_of_qkvz(rule: GatedDelta, prefix: str) -> tuple[Part, ...]:

@@ -19,6 +19,7 @@ from sametoken.text.gguf_pieces import CONTROL, UNKNOWN, USER_DEFINED, sentencep
 #: SentencePiece's, by scores, and by merges.
 _PIECES, _MERGED_PIECES = "llama", "gemma4"
 _STRIP_NOT = ("<unk>", "<s>", "<|endoftext|>")
+_REMEDY = "give a Hugging Face tokenizer directory as tokenizer"
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
@@ -98,21 +99,13 @@ def build_gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
         UnsupportedError: another kind of tokenizer, or an unknown pre-tokenizer.
     """
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    if kind not in ("gpt2", _PIECES, _MERGED_PIECES):
-        raise UnsupportedError(
-            f"GGUF tokenizer model {kind!r} is not supported",
-            "give a Hugging Face tokenizer directory as tokenizer",
-        )
-    if kind == "gpt2" and split not in _PRE_TOKENIZERS:
-        raise UnsupportedError(
-            f"GGUF pre-tokenizer {split!r} is not supported (known: {', '.join(_PRE_TOKENIZERS)})",
-            "give a Hugging Face tokenizer directory as tokenizer",
-        )
-    in_pieces = kind != "gpt2"
+    in_pieces = kind in (_PIECES, _MERGED_PIECES)
     if in_pieces:
         tokenizer = sentencepiece_tokenizer(metadata, has_merges=kind == _MERGED_PIECES)
+    elif kind == "gpt2":
+        tokenizer = _byte_level(metadata, split)
     else:
-        tokenizer = _byte_level(metadata, str(split))
+        raise UnsupportedError(f"GGUF tokenizer model {kind!r} is not supported", _REMEDY)
     _add_special_tokens(tokenizer, metadata)
     tokens = metadata["tokenizer.ggml.tokens"]
     bos_id = metadata.get("tokenizer.ggml.bos_token_id", 1 if kind == _PIECES else None)
@@ -126,7 +119,12 @@ def build_gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def _byte_level(metadata: dict[str, Any], split: str) -> Tokenizer:
+def _byte_level(metadata: dict[str, Any], split: Any) -> Tokenizer:
+    if split not in _PRE_TOKENIZERS:
+        raise UnsupportedError(
+            f"GGUF pre-tokenizer {split!r} is not supported (known: {', '.join(_PRE_TOKENIZERS)})",
+            _REMEDY,
+        )
     tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
     if not tokens or merges is None:
         raise CheckpointError("the GGUF file holds no vocabulary or no merges", "convert it again")

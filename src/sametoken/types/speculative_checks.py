@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sametoken.errors import ConfigError, shown
 from sametoken.types.option_values import listed
-from sametoken.types.speculative_methods import CASCADED, EXTRACT, HEADS
+from sametoken.types.speculative_methods import CASCADED, EXTRACT, HEADS, MAX_SPECULATIVE_TOKENS
 from sametoken.types.vllm_options import as_keyword, read_options
 
 if TYPE_CHECKING:
@@ -57,12 +57,8 @@ def without_vllm_keys(given: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in given.items() if key not in _VLLM_KEY}
 
 
-def check_cascade(config: SpeculativeConfig, most: int) -> None:
+def check_cascade(config: SpeculativeConfig) -> None:
     """Check the cascade.
-
-    Args:
-        config: the options.
-        most: maximum drafts per window.
 
     Raises:
         ConfigError: names the key and its allowed values.
@@ -84,6 +80,7 @@ def check_cascade(config: SpeculativeConfig, most: int) -> None:
             f"use an integer from 1 to {depth}, the depth of the suffix tree",
         )
     own, num_tokens = config.num_model_tokens, config.num_speculative_tokens
+    most = MAX_SPECULATIVE_TOKENS
     if not own <= num_tokens <= most:
         raise ConfigError(
             f"num_speculative_tokens={num_tokens} and cascade_model_tokens={own} are not possible",

@@ -247,7 +247,7 @@ class SpeculativeConfig:
         if self.num_speculative_tokens != 0:
             self._check_num_tokens()
         if self.is_complete:
-            check_cascade(self, MAX_SPECULATIVE_TOKENS)
+            check_cascade(self)
             check_acceptance(self)
 
     def _check_method(self) -> None:

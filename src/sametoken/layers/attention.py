@@ -141,14 +141,7 @@ class GatedDeltaNet(Matrices):
     def __call__(
         self, x: Tensor, step: RecurrentPass, memory: LayerMemory, kept: KeptRows | None = None
     ) -> Tensor:
-        """[T, hidden] -> [T, hidden]; advances the rows' slots.
-
-        Args:
-            x: [T, hidden].
-            step: the pass over the recurrent state.
-            memory: the slots' state in this layer.
-            kept: the rows to return; None: all.
-        """
+        """[T, hidden] -> [T, hidden]; advances the rows' slots. ``kept`` is as in ``Attention``."""
         rule = self.params.rule
         sizes = (rule.conv_channels, rule.out_features, *rule.gate_sizes)
         mixed_qkv, z, b, a = self.projection(x).split(sizes, dim=-1)

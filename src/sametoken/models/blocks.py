@@ -59,15 +59,8 @@ def load_attention(
 ) -> Attention:
     """Load the attention block at ``prefix``, with q, k and v fused; ranks divide its heads.
 
-    Args:
-        config: head counts and whether projections have biases.
-        weights: reader of the tensors.
-        prefix: prefix of the block's tensor names.
-        rotary: the model's table.
-        qk_norm: the norm of q and k, if any.
-        in_features: width of the block's input; default the hidden size.
-        cache: the layer's cache declaration; default ``attention_cache``.
-        biases: which projections have biases; default as the config's ``attention_bias``.
+    By default ``in_features`` are the hidden size, ``cache``, the layer's declaration, is
+    ``attention_cache``, and all projections have biases or none, as ``attention_bias`` says.
     """
     biases = biases or Biases(config.attention_bias, config.attention_bias)
     heads = attention_heads(config, weights, cache)

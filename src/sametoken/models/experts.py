@@ -55,10 +55,7 @@ def divided_sizes(
 ) -> dict[str, int]:
     """``Decoder.divided_sizes`` without a dense MLP's if no layer has one, and with experts'.
 
-    Args:
-        config: the architecture.
-        is_sparse: whether the MLP of the layer of an index is a mixture of experts.
-        keys: in config.json, the inner sizes of experts.
+    ``is_sparse`` tells which layers have experts, ``keys`` are those of their inner sizes.
     """
     settings = Settings(config.extra, config.architecture)
     sparse = [is_sparse(config, index) for index in range(config.num_layers)]
@@ -84,10 +81,8 @@ def grouped_routing(
 ) -> Routing:
     """The routing of DeepSeek's kin, over ``n_group`` groups of which ``topk_group`` are kept.
 
-    Args:
-        settings: the config.
-        scoring, group_best: as in ``Routing``; a group's score is all of its experts' if fewer.
-        normalise: where ``norm_topk_prob`` is absent.
+    A group with fewer experts than ``group_best`` (see ``Routing``) has the score of all of them.
+    ``normalise`` where ``norm_topk_prob`` is absent.
 
     Raises:
         CheckpointError: a count is missing or impossible.
@@ -215,15 +210,8 @@ def load_grouped(
 ) -> RoutedExperts | SparseMoE:
     """Load DeepSeek's mixture at ``prefix``: a router of fp32 logits, beside shared experts if any.
 
-    Shared experts are one MLP of their sizes' sum.
-
-    Args:
-        config: the architecture.
-        weights: the tensors.
-        prefix: of the mixture's tensors.
-        routing: of ``grouped_routing``.
-        correction: name of the router's bias, which chooses experts and weighs none; None: none.
-        names: of an expert's projections.
+    Shared experts are one MLP of their sizes' sum. ``correction`` is the name of the router's bias,
+    which chooses experts and weighs none, and ``names`` are those of an expert's projections.
 
     Raises:
         CheckpointError: a size is missing or impossible.

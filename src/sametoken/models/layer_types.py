@@ -60,12 +60,8 @@ def require_supported(
 ) -> None:
     """Refuse a config with operations that the decoder does not implement.
 
-    Args:
-        config: the architecture.
-        supported: the ``layer_types`` that can be run.
-        location: the checkpoint, for messages.
-        activation: the activation of MLPs.
-        refused: keys that may not be set.
+    It runs layers of the types ``supported`` and MLPs of one ``activation``; keys that are
+    ``refused`` may not be set.
 
     Raises:
         UnsupportedError: it has one; named by its key.

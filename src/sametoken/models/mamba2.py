@@ -72,9 +72,7 @@ def shared_by_type(config: ModelConfig) -> dict[str, int]:
 def bamba_sizes(settings: Settings, inner: int | None = None) -> dict[str, Any]:
     """The keys of Bamba and its kin by the names that are read here.
 
-    Args:
-        settings: the config.
-        inner: features of all heads; default ``mamba_expand`` times the hidden size.
+    ``inner`` are the features of all heads, by default ``mamba_expand`` times the hidden size.
 
     Raises:
         CheckpointError: a size is missing or impossible.

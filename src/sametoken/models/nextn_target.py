@@ -28,11 +28,7 @@ class NextNTarget(Decoder, ABC):
     ) -> Block:
         """Load the attention block at ``prefix`` of a module, for a single rank.
 
-        Args:
-            config: the target's.
-            weights: reader of the module's tensors.
-            prefix: prefix of the block's tensor names.
-            max_positions: positions 0 .. max_positions - 1 can be run.
+        ``config`` is the target's.
 
         Raises:
             CheckpointError, UnsupportedError: as for the target's layers.

@@ -177,11 +177,7 @@ def named_by(chosen: str | NamesAdapter) -> tuple[str, Any]:
 def choices_of(
     chosen: AdapterChoice | Sequence[AdapterChoice], num_prompts: int
 ) -> Sequence[AdapterChoice]:
-    """A choice for each prompt.
-
-    Args:
-        chosen: one choice for all prompts, or one per prompt.
-        num_prompts: how many there are.
+    """A choice for each prompt, of one for all or one per prompt.
 
     Raises:
         RequestError: the choices are not as many as the prompts.

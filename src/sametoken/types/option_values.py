@@ -88,13 +88,7 @@ def json_object(text: str, name: str, example: str) -> Mapping[str, Any]:
 
 
 def from_json(config: type[_T], text: str, name: str, example: str) -> _T:
-    """A dataclass of options from JSON text.
-
-    Args:
-        config: the dataclass.
-        text: the option's value.
-        name: the option, for the error.
-        example: a right value.
+    """A dataclass of options from JSON text; arguments are as for ``json_object``.
 
     Raises:
         ConfigError: it is no JSON object, a key is unknown, or a value is impossible.
@@ -108,12 +102,7 @@ def from_json(config: type[_T], text: str, name: str, example: str) -> _T:
 
 
 def typed(name: str, annotation: Any, given: Any) -> Any:
-    """Return a value if it has the field's type; a list becomes a tuple.
-
-    Args:
-        name: the field's name, for the error.
-        annotation: the field's annotation as text.
-        given: the value.
+    """Return a value if it has the type of the field of that name; a list becomes a tuple.
 
     Raises:
         ConfigError: the value has another type.
@@ -161,11 +150,7 @@ def require_choices(config: Any) -> None:
 
 
 def require_limits(config: Any, skip: Collection[str] = ()) -> None:
-    """Refuse a number outside the ``limits`` of its field; None passes.
-
-    Args:
-        config: the dataclass.
-        skip: fields that are not checked.
+    """Refuse a number outside the ``limits`` of its field, except of ``skip``; None passes.
 
     Raises:
         ConfigError: names the first of these fields, and its limits.

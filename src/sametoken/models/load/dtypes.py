@@ -47,11 +47,7 @@ def config_dtype(settings: Settings) -> torch.dtype:
 def stored_dtype(source: TensorSource, embedding: str) -> str | None:
     """The name of the dtype of a checkpoint's embedding, which no format quantizes.
 
-    None: there is no embedding, or it has another dtype.
-
-    Args:
-        source: the checkpoint's tensors.
-        embedding: the end of the tensor's name.
+    None: there is no embedding, or it has another dtype. Its name ends in ``embedding``.
     """
     name = next((name for name in source.names() if name.endswith(embedding)), None)
     dtype = None if name is None else source.stored_dtype(name)

@@ -42,9 +42,6 @@ def read_first(path: Path) -> GGUFFile:
 def read_model(path: Path) -> GGUFFile:
     """The header of a model's only file, or of its first with the tensors of all.
 
-    Args:
-        path: the only or the first file.
-
     Raises:
         CheckpointError: as ``read_gguf``, of any of the files; or one is missing, of another model,
             or has a tensor of another one.

@@ -44,13 +44,7 @@ def _tensors_by_name(
 ) -> dict[str, GGUFTensor]:
     """The tensors by their Hugging Face names, those of experts one by one.
 
-    Args:
-        file: the parsed header.
-        architecture: the file's.
-        layers: those past the model's own.
-
-    Raises:
-        CheckpointError: a stack of experts is none, or of more than any model has.
+    ``layers`` are those past the model's own.
     """
     found: dict[str, GGUFTensor] = {}
     for own, tensor in file.tensors.items():

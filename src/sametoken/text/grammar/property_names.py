@@ -42,10 +42,8 @@ def find_clash(
 ) -> Clash | None:
     """The first clash of a schema's ``patternProperties``, if there is one.
 
-    Args:
-        schema: of an object.
-        others: the keywords for properties without a name.
-        meaningful: the keywords that do not only annotate.
+    ``others`` are the keywords for properties without a name, ``meaningful`` those that do not only
+    annotate.
     """
     patterns = schema.get("patternProperties", {})
     asked = {pattern: _asked(one, meaningful) for pattern, one in patterns.items()}
@@ -68,12 +66,9 @@ def find_clash(
 
 
 def admits(names: Any, name: str, meaningful: frozenset[str]) -> bool:
-    """Whether a schema of names says plainly that a name is one.
+    """Whether a schema of names says plainly that a property's name is one.
 
-    Args:
-        names: with the target of a reference in its place.
-        name: a property's.
-        meaningful: the keywords that do not only annotate.
+    ``names`` has the target of a reference in its place; ``meaningful`` is as for ``find_clash``.
     """
     if not isinstance(names, dict):
         return names is True

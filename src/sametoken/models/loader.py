@@ -22,7 +22,6 @@ from sametoken.models.load.gguf_names import models_of
 from sametoken.models.load.huggingface import HuggingFaceCheckpoint
 from sametoken.models.load.linear_format import Quantization
 from sametoken.models.load.progress import shown_while_read
-from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.sources import TensorSource
 from sametoken.models.load.weights import WeightReader
 from sametoken.models.registry import model_class, require_divisible
@@ -47,6 +46,10 @@ class Checkpoint(Protocol):
 
     def open_tensors(self) -> TensorSource:
         """Open the tensors for reading one by one; errors as in ``load_model``."""
+        ...
+
+    def formats(self, *, of_module: bool = False) -> Quantization:
+        """How the matrices of the model, or of its module, are stored and stay."""
         ...
 
 
@@ -80,14 +83,15 @@ def open_checkpoint(path: str | Path, *, load_format: str = "auto") -> Checkpoin
         if path.is_file():
             raise ConfigError(f"load_format={load_format!r} needs a directory", "give one")
         return HuggingFaceCheckpoint(path, load_format)
-    if path.is_file():
-        return GGUFCheckpoint(path)
-    models = models_of(names)
-    if len(models) != 1:
-        raise CheckpointError(
-            f"{path} holds {len(models)} GGUF models", "give the path of one, or of its first file"
-        )
-    return GGUFCheckpoint(path / models[0][0])
+    if not path.is_file():
+        models = models_of(names)
+        if len(models) != 1:
+            raise CheckpointError(
+                f"{path} holds {len(models)} GGUF models",
+                "give the path of one, or of its first file",
+            )
+        path /= models[0][0]
+    return GGUFCheckpoint(path, packed=load_format == GGUF_PACKED)
 
 
 def read_config(path: str | Path, *, load_format: str = "auto") -> ModelConfig:
@@ -149,7 +153,7 @@ def load_model(
     architecture = model_class(checkpoint.config.architecture)
     require_divisible(checkpoint.config, parallel.size)
     build = partial(architecture, checkpoint.config, max_positions=max_positions)
-    quantization = formats_of(checkpoint, str(path), load_format)
+    quantization = checkpoint.formats()
     quantization.require_products(kernels)
     if load_format == DUMMY:
         return build(dummy_reader(Path(path), kernels, dtype, device, (), parallel, quantization))
@@ -158,12 +162,3 @@ def load_model(
         return build(
             WeightReader(source, kernels, dtype, device, parallel, quantization=quantization)
         )
-
-
-def formats_of(
-    checkpoint: Checkpoint, path: str, load_format: str, *, of_module: bool = False
-) -> Quantization:
-    """How the matrices of the checkpoint's model, or of its module, are stored and stay."""
-    if load_format == GGUF_PACKED and isinstance(checkpoint, GGUFCheckpoint):
-        return checkpoint.blocks(of_module=of_module)
-    return read_quantization(checkpoint.config.extra, path)

@@ -32,7 +32,7 @@ from sametoken.models.heads.reader import HeadReader
 from sametoken.models.heads.stored_names import with_prefix
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.sources import TensorSource
-from sametoken.models.loader import formats_of, open_checkpoint
+from sametoken.models.loader import open_checkpoint
 from sametoken.ops.backend import AttentionRows, KeptRows
 from sametoken.state.caches import ModelCache
 
@@ -118,9 +118,7 @@ class ModuleCheckpoint(HeadCheckpoint[Head]):
         super().__init__(directory, load_format=load_format)
         self._checkpoint = open_checkpoint(directory, load_format=load_format)
         self.config = self._checkpoint.config
-        self.quantization = formats_of(
-            self._checkpoint, str(directory), load_format, of_module=True
-        )
+        self.quantization = self._checkpoint.formats(of_module=True)
 
     def _stored(self) -> TensorSource:
         return self._checkpoint.open_tensors()

@@ -14,7 +14,6 @@ from sametoken.layers.rotary import DEFAULT_THETA, LONGROPE
 from sametoken.models.base import ModelConfig
 from sametoken.models.load.gguf_architecture import HEAD_SIZE, Architecture
 from sametoken.models.load.gguf_architectures import form_of
-from sametoken.models.load.gguf_blocks import Blocks
 from sametoken.models.load.gguf_file import GGUFFile
 from sametoken.models.load.gguf_parts import read_model
 from sametoken.models.load.gguf_settings import ATTENTION_FACTORS
@@ -27,6 +26,7 @@ from sametoken.models.load.gguf_source import (
     dequantized,
 )
 from sametoken.models.load.huggingface import model_config
+from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
 from sametoken.models.load.settings import (
     ANOTHER,
     MAX_HEAD_DIM,
@@ -44,23 +44,23 @@ _ENDS = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
 
 
 class GGUFCheckpoint:
-    """A model in one GGUF file, or in several of which the first is given.
+    """A model in a GGUF file, or in several from this one on; if ``packed`` it stays in its bits.
 
     Raises:
         CheckpointError: a file is corrupt, truncated or missing, or a key is missing.
         UnsupportedError: the architecture or one of its settings is not implemented.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = read_model(path)
+    def __init__(self, path: Path, *, packed: bool = False) -> None:
+        self._file, self._packed = read_model(path), packed
         name = str(self._file.metadata.get("general.architecture"))
         self._settings = Settings(self._file.metadata, str(path), f"{name}.")
         self._architecture = form_of(name, self._settings)
         self.config = _model_config(self._file, self._settings, self._architecture)
 
-    def blocks(self, *, of_module: bool = False) -> Blocks:
-        """The formats of matrices that stay in their bits: the model's, or its module's."""
-        return self.open_tensors().blocks(of_module=of_module)
+    def formats(self, *, of_module: bool = False) -> Quantization:
+        """Those of the model's matrices that stay in their bits, or of its module's."""
+        return self.open_tensors().blocks(of_module=of_module) if self._packed else UNQUANTIZED
 
     def open_tensors(self) -> GGUFSource:
         """The tensors of the model."""

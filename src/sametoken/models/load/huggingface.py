@@ -29,6 +29,7 @@ from sametoken.models.load.files import (
     unreadable,
     weight_files,
 )
+from sametoken.models.load.linear_format import Quantization
 from sametoken.models.load.pickled import PickledSource
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.quantization_files import quantization_of_another_file
@@ -92,6 +93,10 @@ class HuggingFaceCheckpoint:
                 f"{self._directory} holds pickled weights only", "use load_format 'auto'"
             )
         return source
+
+    def formats(self, *, of_module: bool = False) -> Quantization:
+        """Those of all linears, of a module too."""
+        return read_quantization(self.config.extra, str(self._directory))
 
 
 def _stored_tying(directory: Path, config: Settings) -> dict[str, bool]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from reprlib import repr as short
 
 from sametoken.errors import UnsupportedError
@@ -62,7 +63,7 @@ _OF_DEEPSEEK: Mapping[str, str] = {
 }
 _OLMO3 = Architecture(
     "Olmo3ForCausalLM",
-    derived=gguf_settings.olmo3,
+    derived=partial(gguf_settings.windows, every=4),
     reads=(WINDOW, PATTERN, *ATTENTION_FACTORS),
     # Without a name of their own in config.json, windows rotate by it.
     keys={"rope_theta": "rope.freq_base_swa"},
@@ -213,7 +214,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
             "intermediate_size": "expert_feed_forward_length",
             "sliding_window": WINDOW,
         },
-        derived=gguf_settings.gpt_oss,
+        derived=partial(gguf_settings.windows, every=2),
         reads=(PATTERN,),
         only={"expert_gating_func": (SOFTMAX, SOFTMAX_OF_CHOSEN)},
         scaled_rope=gguf_settings.open_yarn,

@@ -26,7 +26,7 @@ SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
 CORRECTION = "exp_probs_b.bias"
 
 
-def _windows(settings: Settings, every: int) -> dict[str, Any]:
+def windows(settings: Settings, tensors: Mapping[str, GGUFTensor], every: int) -> dict[str, Any]:
     """The window, and the layers that have it: all but each ``every``-th, if no pattern is given.
 
     Raises:
@@ -54,7 +54,7 @@ def gemma3(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, A
     head_dim = settings.integer("attention.key_length", max(hidden // heads, 1))
     is_27b = settings.get("block_count") == 62
     scale = {"query_pre_attn_scalar": hidden // heads if is_27b else head_dim}
-    return scale | _windows(settings, 6)
+    return scale | windows(settings, tensors, 6)
 
 
 #: Of heads with a window, where others have another size.
@@ -70,7 +70,7 @@ def gemma4(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, A
         UnsupportedError: layers with a window rotate a part of a head.
     """
     require_values(settings, {"rope.dimension_count_swa": (settings.get(SIZE_IN_WINDOWS),)})
-    own = _windows(settings, 6)
+    own = windows(settings, tensors, 6)
     types, sizes = own["layer_types"], settings.get(FEED_FORWARD)
     heads = settings.get(KV_HEADS)
     heads = heads if isinstance(heads, list) else [heads] * len(types)
@@ -94,19 +94,9 @@ def gemma4(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, A
     }
 
 
-def gpt_oss(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
-    """A window in the first of two layers."""
-    return _windows(settings, 2)
-
-
 def open_yarn(settings: Settings) -> dict[str, Any]:
     """The borders of gpt-oss's ramp are not rounded."""
     return {"truncate": False}
-
-
-def olmo3(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
-    """Windows in three layers of four."""
-    return _windows(settings, 4)
 
 
 def phi3(settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:

@@ -78,10 +78,6 @@ class LatentSizes:
         shape = LatentShape(heads, self.kv_rank, self.rope_dim, self.scale)
         return ExpandedShape(shape, self.nope_dim, self.v_dim)
 
-    def cache(self, dtype: torch.dtype) -> LatentKV:
-        """The cache declaration of a layer."""
-        return LatentKV(self.kv_rank, self.rope_dim, dtype)
-
 
 def latent_sizes(config: ModelConfig, location: str) -> LatentSizes:
     """Sizes of latent attention.
@@ -252,7 +248,8 @@ class DeepseekDecoder(NextNTarget):
                 f"{location}: {KV_SCHEME} has strategy 'attn_head', and latents have no heads",
                 "use a checkpoint with strategy 'tensor'",
             )
-        return (latent_sizes(config, location).cache(dtype),) * config.num_layers
+        sizes = latent_sizes(config, location)
+        return (LatentKV(sizes.kv_rank, sizes.rope_dim, dtype),) * config.num_layers
 
     @classmethod
     def load_layer_mlp(

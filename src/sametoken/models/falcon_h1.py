@@ -172,12 +172,9 @@ class FalconH1ForCausalLM(Decoder):
 
     def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
         attention, given = self._self_attention(weights, index, rotary), self.config.extra
-        shape = attention.shape
-        sizes, factors = (
-            (shape.q_size, shape.kv_size, shape.kv_size),
-            (1.0, given["key_multiplier"], 1.0),
-        )
-        before = given["attention_in_multiplier"]
+        shape, before = attention.shape, given["attention_in_multiplier"]
+        sizes = (shape.q_size, shape.kv_size, shape.kv_size)
+        factors = (1.0, given["key_multiplier"], 1.0)
         qkv = _scaled(weights, attention.qkv, sizes, factors, before)
         return ScaledAfter(replace(attention, qkv=qkv), given["attention_out_multiplier"])
 

@@ -30,8 +30,7 @@ heads for Qwen2 (SafeAILab/EAGLE#117 and #135).
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as short
 
@@ -103,7 +102,7 @@ def _head_config(settings: Settings) -> Eagle1Config:
     )
     layer = read_layer_config(settings)
     if "speculators_model_type" in config:
-        layer = dataclasses.replace(layer, num_layers=1)
+        layer = replace(layer, num_layers=1)
     fc_bias = settings.switch("fusion_bias", default=settings.switch("bias"))
     return Eagle1Config(layer, tuple(layer_windows(layer, location)), fc_bias)
 

@@ -40,10 +40,9 @@ from sametoken.models.heads.own_tokens import ascending, read_own_tokens
 from sametoken.models.heads.reader import HeadReader
 from sametoken.models.heads.state_head import StateHead, StateHeadCheckpoint
 from sametoken.models.load.huggingface import open_weights
-from sametoken.models.load.settings import MAX_LAYERS, Settings
+from sametoken.models.load.settings import MAX_LAYERS
 from sametoken.models.load.weights import Part
 from sametoken.ops.weight import Weight
-from sametoken.types.speculative_methods import MAX_SPECULATIVE_TOKENS
 
 _TOKEN_MAP = "token_map"
 _RENAMED = (
@@ -69,7 +68,7 @@ class MedusaHead(StateHead):
 class MedusaCheckpoint(StateHeadCheckpoint):
     """A directory with Medusa heads; a dummy's token map is of the first ids."""
 
-    architecture = "MedusaModel"
+    architecture, method = "MedusaModel", "medusa"
 
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         super().__init__(directory, load_format=load_format)
@@ -78,7 +77,8 @@ class MedusaCheckpoint(StateHeadCheckpoint):
         vocab_size = settings.get("vocab_size")
         if settings.get("truncated_vocab_size", vocab_size) != vocab_size:
             self.num_own_tokens = settings.integer("truncated_vocab_size")
-        key = _stated(settings, "num_hidden_layers", "medusa_num_layers")
+        is_of_vllm = settings.get("num_hidden_layers") is not None
+        key = "num_hidden_layers" if is_of_vllm else "medusa_num_layers"
         self._num_layers = settings.integer(key, 1, MAX_LAYERS)
         self._has_biases = settings.switch("medusa_fc_bias")
         self._has_one_lm_head = settings.switch("original_lm_head")
@@ -89,10 +89,6 @@ class MedusaCheckpoint(StateHeadCheckpoint):
         hidden_size = settings.integer("hidden_size", target.hidden_size)
         require_sizes(settings.integer("vocab_size", vocab_size), hidden_size, target)
         settings.integer("truncated_vocab_size", vocab_size, most=vocab_size)
-
-    def _most_drafts(self) -> int:
-        key = _stated(self.settings, "num_heads", "medusa_num_heads")
-        return self.settings.integer(key, most=MAX_SPECULATIVE_TOKENS)
 
     def _renamed(self, name: str) -> str:
         for form, renamed in _RENAMED:
@@ -154,8 +150,3 @@ class MedusaCheckpoint(StateHeadCheckpoint):
         source, vocab_size = open_weights(self._directory), reader.shared.embedding.out_features
         name = next((one for one in source.names() if one.endswith(_TOKEN_MAP)), _TOKEN_MAP)
         return read_own_tokens(source, name, count, vocab_size)
-
-
-def _stated(settings: Settings, of_vllm: str, of_reference: str) -> str:
-    """Which of two layouts' keys a config has."""
-    return of_reference if settings.get(of_vllm) is None else of_vllm

@@ -37,7 +37,6 @@ from sametoken.models.heads.reader import HeadReader
 from sametoken.models.heads.state_head import StateHead, StateHeadCheckpoint
 from sametoken.models.load.weights import Part
 from sametoken.ops.weight import UnquantizedWeight, Weight
-from sametoken.types.speculative_methods import MAX_SPECULATIVE_TOKENS
 
 _EPS = 1e-6
 _PREFIX = "speculator."
@@ -82,7 +81,7 @@ class MLPSpeculatorHead(StateHead):
 class MLPSpeculatorCheckpoint(StateHeadCheckpoint):
     """A directory with an MLP speculator."""
 
-    architecture = "MLPSpeculatorPreTrainedModel"
+    architecture, method = "MLPSpeculatorPreTrainedModel", "mlp_speculator"
 
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         super().__init__(directory, load_format=load_format)
@@ -97,9 +96,6 @@ class MLPSpeculatorCheckpoint(StateHeadCheckpoint):
     def require_fit(self, target: ModelConfig) -> None:
         """Refuse a target of another vocabulary or hidden size."""
         require_sizes(self._vocab_size, self._hidden_size, target)
-
-    def _most_drafts(self) -> int:
-        return self.settings.integer("n_predict", most=MAX_SPECULATIVE_TOKENS)
 
     def _renamed(self, name: str) -> str:
         return name.removeprefix(_PREFIX)

@@ -25,6 +25,7 @@ from sametoken.models.load.sources import TensorSource
 from sametoken.ops.backend import Kernels
 from sametoken.ops.cache_types import LayerCache
 from sametoken.ops.weight import Weight
+from sametoken.types.speculative_methods import MAX_SPECULATIVE_TOKENS, TABLE
 
 Read = TypeVar("Read")
 
@@ -97,8 +98,9 @@ class StateHeadCheckpoint(HeadCheckpoint[StateHead]):
         num_drafts: drafts that are made, at first all that the head can make.
     """
 
-    #: The architecture that its config may name.
+    #: The architecture that its config may name, and the method.
     architecture: ClassVar[str]
+    method: ClassVar[str]
 
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         super().__init__(directory, load_format=load_format)
@@ -111,12 +113,9 @@ class StateHeadCheckpoint(HeadCheckpoint[StateHead]):
             (named not in (self.architecture, [self.architecture]), f"architecture {short(named)}"),
             (quantization_settings(self.settings.values, location), "quantized weights"),
         )
-        self.num_drafts = self._most = self._most_drafts()
-
-    @abstractmethod
-    def _most_drafts(self) -> int:
-        """The drafts that the head can make, from its settings."""
-        ...
+        *others, last = TABLE[self.method].own_k
+        key = next((one for one in others if self.settings.get(one) is not None), last)
+        self.num_drafts = self._most = self.settings.integer(key, most=MAX_SPECULATIVE_TOKENS)
 
     @abstractmethod
     def _renamed(self, name: str) -> str:

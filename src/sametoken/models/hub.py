@@ -218,18 +218,14 @@ def _download(
             read_config(found)
             check(found)
         if needed in (Needed.MODEL, Needed.HEAD):
-            weights = _weights(hub_id, sizes, found)
+            # An index is there already.
+            own = [name for name in sizes if "/" not in name]
+            weights = choose_weights(own, hub_id, found.joinpath)
             found = _fetch(hub_id, weights)
             names += weights
     fetched = in_units(sum(sizes.get(name, 0) for name in names))
     announce(f"fetched {fetched} in {time.monotonic() - begun:.1f} s")
     return found
-
-
-def _weights(hub_id: HubId, names: Collection[str], folder: Path) -> list[str]:
-    """The files with the weights; an index is in ``folder`` already."""
-    own = [name for name in names if "/" not in name]
-    return choose_weights(own, hub_id, lambda name: folder / name)
 
 
 def _settings(names: Collection[str]) -> list[str]:

@@ -98,7 +98,7 @@ def weight_files(directory: Path) -> list[Path]:
         UnsupportedError: only pickled files of unknown content.
     """
     names = [path.name for path in directory.iterdir()]
-    chosen = choose_weights(names, directory, lambda name: directory / name)
+    chosen = choose_weights(names, directory, directory.joinpath)
     missing = [name for name in chosen if name not in names]
     if missing:
         raise CheckpointError(

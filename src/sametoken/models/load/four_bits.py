@@ -13,6 +13,7 @@ from sametoken.models.load.by_target import HEAD, ByTarget, Targeted, all_stored
 from sametoken.models.load.int4_linear import AWQ, GPTQ, GPTQ_V2, Int4Linear
 from sametoken.models.load.settings import (
     Settings,
+    chosen,
     compiled,
     require_known,
     require_quick,
@@ -77,9 +78,7 @@ def read_gptq(settings: Settings) -> ByTarget:
         unused=("quant_method", *OF_QUANTIZING),
     )
     _require_no_overrides(settings)
-    layout = settings.get("checkpoint_format", settings.get("format", GPTQ))
-    if layout not in layouts:
-        raise unsupported(settings, "checkpoint_format", f"use {GPTQ} or {GPTQ_V2}")
+    layout = chosen(settings, "checkpoint_format", layouts, settings.get("format", GPTQ))
     return _four_bits_stored(settings, layout, symmetric=settings.get("sym") is True)
 
 

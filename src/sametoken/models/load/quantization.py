@@ -36,6 +36,7 @@ from sametoken.models.load.settings import (
     COMPARE,
     KV_SCHEME,
     Settings,
+    chosen,
     compiled,
     quantization_settings,
     require_known,
@@ -80,10 +81,7 @@ def kv_strategy(config: Mapping[str, Any], location: str) -> str | None:
     _require_e4m3(scheme)
     if scheme.get("dynamic"):
         raise unsupported(scheme, "dynamic", ANOTHER)
-    strategy = scheme.get("strategy", "tensor")
-    if strategy not in ("tensor", "attn_head"):
-        raise unsupported(scheme, "strategy", "use tensor or attn_head")
-    return str(strategy)
+    return chosen(scheme, "strategy", ("tensor", "attn_head"), "tensor")
 
 
 def require_unquantized(config: Mapping[str, Any], location: str, use: str) -> None:
@@ -118,12 +116,8 @@ def _read_fp8(settings: Settings) -> Quantization:
     block = settings.get("weight_block_size")
     if block not in (None, [BLOCK, BLOCK]):
         raise unsupported(settings, "weight_block_size", f"use [{BLOCK}, {BLOCK}] or none")
-    scheme = settings.get("activation_scheme", "dynamic")
-    if scheme not in ("dynamic", "static"):
-        raise unsupported(settings, "activation_scheme", "use dynamic or static")
-    form = settings.get("scale_fmt", "float")
-    if form not in ("float", "ue8m0"):
-        raise unsupported(settings, "scale_fmt", "use float or ue8m0")
+    scheme = chosen(settings, "activation_scheme", ("dynamic", "static"), "dynamic")
+    form = chosen(settings, "scale_fmt", ("float", "ue8m0"), "float")
     if form == "ue8m0" and (block is None or scheme == "static"):
         raise unsupported(settings, "scale_fmt", "use ue8m0 with dynamic activations and blocks")
     # UE8M0 is a format of activations' scales too: DeepSeek-V3.1 was trained so.
@@ -202,9 +196,7 @@ def _float_linear(group: Settings) -> Fp8Linear:
     """A group of the formats ``float-quantized`` and ``naive-quantized``."""
     weights = _arguments(group, "weights")
     _require_e4m3(weights)
-    strategy = weights.get("strategy")
-    if strategy not in ("tensor", "channel", "block"):
-        raise unsupported(weights, "strategy", "use tensor, channel or block")
+    strategy = chosen(weights, "strategy", ("tensor", "channel", "block"))
     if strategy == "block" and weights.get("block_structure") not in ([BLOCK, BLOCK], "128x128"):
         raise unsupported(weights, "block_structure", f"use [{BLOCK}, {BLOCK}]")
     if weights.get("dynamic"):
@@ -252,9 +244,7 @@ def _packed_linear(group: Settings) -> Int4Linear:
     weights = _four_bits(group, "int")
     if group.get("input_activations") is not None:
         raise unsupported(group, "input_activations", "use a checkpoint of weights alone")
-    strategy = weights.get("strategy", "group")
-    if strategy not in ("group", "channel"):
-        raise unsupported(weights, "strategy", "use group or channel")
+    strategy = chosen(weights, "strategy", ("group", "channel"), "group")
     size = -1 if strategy == "channel" else weights.integer("group_size")
     return Int4Linear(PACKED, size, bool(weights.get("symmetric", True)))
 

@@ -250,6 +250,14 @@ def _ways(expression: str) -> int:
     return ways
 
 
+def chosen(settings: Settings, key: str, allowed: tuple[str, ...], default: Any = None) -> str:
+    """The value of a key that has one of several; any other is refused by name."""
+    value: str = settings.get(key, default)
+    if value not in allowed:
+        raise unsupported(settings, key, f"use {', '.join(allowed[:-1])} or {allowed[-1]}")
+    return value
+
+
 def unsupported(settings: Settings, key: str, remedy: str) -> UnsupportedError:
     """The error for a key's value that is valid and not implemented."""
     return UnsupportedError(

@@ -171,18 +171,20 @@ def load_experts(
     count: int,
     form: ExpertForm | None = None,
     names: GatedNames = GATED,
+    stacks: tuple[str, str] | None = None,
 ) -> LayerExperts:
     """Load the ``count`` gated experts at ``prefix``; ranks divide every expert.
 
-    They are in one fused tensor for [gate | up] and one for down, or one by one.
+    They are in one fused tensor for [gate | up] and one for down, or one by one, unless ``stacks``
+    names the two tensors.
 
     Raises:
         CheckpointError: their size is missing or impossible.
     """
     settings = Settings(config.extra, weights.source.location)
     size, hidden = settings.integer("moe_intermediate_size"), config.hidden_size
-    gate_up, down = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
-    if gate_up in weights:
+    gate_up, down = stacks or (f"{prefix}.gate_up_proj", f"{prefix}.down_proj")
+    if stacks or gate_up in weights:
         halves = Part(gate_up, 2 * size, split=Split.ROWS, output_sizes=(size, size))
         first = weights.packed_stack(count, hidden, halves)
         second = weights.packed_stack(count, size, Part(down, hidden, split=Split.COLUMNS))

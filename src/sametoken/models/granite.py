@@ -16,11 +16,10 @@ from torch import Tensor
 from sametoken.layers.feed_forward import GatedMLP, LayerExperts, RoutedExperts, SparseMoE
 from sametoken.layers.residual import Block, DecoderLayer, Layer, ScaledAfter
 from sametoken.layers.rotary import no_rotation
-from sametoken.layers.share import ExpertModules
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_gated_mlp, load_mlp
 from sametoken.models.decoder import Decoder
-from sametoken.models.experts import load_experts, summed_over_ranks
+from sametoken.models.experts import load_experts
 from sametoken.models.layer_types import FULL, LINEAR
 from sametoken.models.load.settings import MAX_EXPERTS, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
@@ -111,16 +110,8 @@ def _load_experts(
     experts = f"{prefix}.experts"
     if any(f"{experts}.{one}" in weights for one in ("gate_up_proj", "0.gate_proj.weight")):
         return load_experts(config, weights, experts, count)
-    hidden = config.hidden_size
-    size = Settings(config.extra, weights.source.location).integer("moe_intermediate_size")
-    gate_up, down = (f"{prefix}.{name}_linear.weight" for name in ("input", "output"))
-    halves = Part(gate_up, 2 * size, split=Split.ROWS, output_sizes=(size, size))
-    own = weights.kernels.pack_experts(
-        weights.packed_stack(count, hidden, halves),
-        weights.packed_stack(count, size, Part(down, hidden, split=Split.COLUMNS)),
-    )
-    modules = ExpertModules.of(experts, count, hidden, size)
-    return summed_over_ranks(weights, own, modules)
+    stacks = f"{prefix}.input_linear.weight", f"{prefix}.output_linear.weight"
+    return load_experts(config, weights, experts, count, stacks=stacks)
 
 
 class GraniteMoeHybridForCausalLM(GraniteForCausalLM):

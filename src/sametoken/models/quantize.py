@@ -14,7 +14,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,8 @@ def quantize_checkpoint(source: Path, output: Path, scheme: str) -> Quantized:
             stored: dict[str, Tensor] = {}
             for name, tensor in given.items():
                 before += tensor.nbytes
-                module = linears.get(name)
-                stored |= {name: tensor} if module is None else rounding.tensors(module, tensor)
+                module = name.removesuffix(".weight")
+                stored |= rounding.tensors(module, tensor) if name in linears else {name: tensor}
             sizes.append(sum(tensor.nbytes for tensor in stored.values()))
             write_safetensors(output / file.name, stored)
             weight_map |= dict.fromkeys(stored, file.name)
@@ -130,9 +130,7 @@ def require_new(output: Path) -> None:
         raise ConfigError(f"{output} exists", "name a new directory")
 
 
-def _require_room(
-    output: Path, tensors: SafetensorsSource, linears: Mapping[str, str], bits: int
-) -> None:
+def _require_room(output: Path, tensors: SafetensorsSource, linears: set[str], bits: int) -> None:
     """Refuse a disk that the weights, without the scales of linears, will not fit."""
 
     def bits_of(name: str) -> int:
@@ -180,10 +178,9 @@ def _matrices(tensors: SafetensorsSource) -> list[str]:
     return [name for name in names if len(tensors.shape(name)) == 2]
 
 
-def _linears(tensors: SafetensorsSource) -> dict[str, str]:
-    """The module of each weight to quantize."""
-    found = {name: module_of(name) for name in _matrices(tensors)}
-    linears = {name: module for name, module in found.items() if module}
+def _linears(tensors: SafetensorsSource) -> set[str]:
+    """Names of the weights to quantize."""
+    linears = set(filter(module_of, _matrices(tensors)))
     if not linears:
         raise UnsupportedError(
             f"{tensors.location} holds no projections (*_proj.weight) to quantize",
@@ -192,7 +189,7 @@ def _linears(tensors: SafetensorsSource) -> dict[str, str]:
     return linears
 
 
-def _group_size(tensors: SafetensorsSource, linears: Mapping[str, str], source: Path) -> int:
+def _group_size(tensors: SafetensorsSource, linears: set[str], source: Path) -> int:
     """The largest group that divides the features of every linear."""
     features = [tensors.shape(name)[1] for name in linears]
     size = next((one for one in _GROUPS if all(count % one == 0 for count in features)), None)

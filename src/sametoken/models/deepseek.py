@@ -12,6 +12,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from reprlib import repr as short
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ from sametoken.layers.residual import Block
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_mlp
-from sametoken.models.experts import CORRECTION, divided_sizes, grouped_routing, load_grouped
+from sametoken.models.experts import CORRECTION, divided_with_experts, grouped_routing, load_grouped
 from sametoken.models.layer_types import REFUSED
 from sametoken.models.load.quantization import kv_strategy
 from sametoken.models.load.settings import (
@@ -223,11 +224,7 @@ class DeepseekDecoder(NextNTarget):
     refused = (*REFUSED, "index_topk")
     #: As ``load_grouped`` takes it.
     correction: ClassVar[str | None] = CORRECTION
-
-    @staticmethod
-    def divided_sizes(config: ModelConfig) -> dict[str, int]:
-        """As ``Decoder.divided_sizes``, of experts and of the dense layers that there are."""
-        return divided_sizes(config, _is_sparse)
+    divided_sizes = staticmethod(partial(divided_with_experts, is_sparse=_is_sparse))
 
     @staticmethod
     def shared_sizes(config: ModelConfig) -> dict[str, int]:

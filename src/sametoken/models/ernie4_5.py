@@ -7,6 +7,7 @@ more tokens (``model.mtp_*``) is not read here but by ``models.heads.mtp``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from reprlib import repr as short
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from sametoken.layers.residual import Block
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import attention_heads, load_mlp
 from sametoken.models.decoder import Decoder
-from sametoken.models.experts import divided_sizes, grouped_routing, load_grouped
+from sametoken.models.experts import divided_with_experts, grouped_routing, load_grouped
 from sametoken.models.layer_types import REFUSED
 from sametoken.models.load.settings import COMPARE, Settings, require_values
 from sametoken.models.load.weights import Part, Split, WeightReader
@@ -116,6 +117,7 @@ def _index(settings: Settings, key: str, default: int) -> int:
 class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
     """The same decoder with DeepSeek's mixture in most layers, behind a router of softmax."""
 
+    divided_sizes = staticmethod(partial(divided_with_experts, is_sparse=_is_sparse))
     aliases: ClassVar[Mapping[str, str]] = {
         "moe_num_experts": "n_routed_experts",
         "moe_num_shared_experts": "n_shared_experts",
@@ -155,8 +157,3 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
             # As a trainer may send it.
             correction = f"gate.{correction}"
         return load_grouped(config, weights, prefix, routing, correction)
-
-    @staticmethod
-    def divided_sizes(config: ModelConfig) -> dict[str, int]:
-        """As ``Decoder.divided_sizes``, of experts and of the dense layers that there are."""
-        return divided_sizes(config, _is_sparse)

@@ -48,7 +48,7 @@ def is_sparse(config: ModelConfig, index: int) -> bool:
     return bool(settings.get("num_experts")) and index not in dense and (index + 1) % step == 0
 
 
-def divided_sizes(
+def divided_with_experts(
     config: ModelConfig,
     is_sparse: Callable[[ModelConfig, int], bool],
     keys: Iterable[str] = ("moe_intermediate_size",),

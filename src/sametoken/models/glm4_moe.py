@@ -7,6 +7,7 @@ The router is DeepSeek-V3's (``Routing``), in fp32. A NextN module
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 from sametoken.layers.attention import Attention
@@ -19,7 +20,7 @@ from sametoken.models.blocks import (
     load_mlp,
     rotary_of,
 )
-from sametoken.models.experts import divided_sizes, grouped_routing, load_grouped
+from sametoken.models.experts import divided_with_experts, grouped_routing, load_grouped
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import WeightReader
 from sametoken.models.nextn_target import NextNTarget
@@ -34,6 +35,7 @@ class Glm4MoeForCausalLM(NextNTarget):
     """The shared decoder with half of each head rotated, and experts behind the first layers."""
 
     rotates_parts = True
+    divided_sizes = staticmethod(partial(divided_with_experts, is_sparse=_is_sparse))
     aliases: ClassVar[Mapping[str, str]] = {"num_local_experts": "n_routed_experts"}
     implied: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 8,
@@ -65,11 +67,6 @@ class Glm4MoeForCausalLM(NextNTarget):
             return load_mlp(config, weights, prefix)
         routing = grouped_routing(Settings(config.extra, weights.source.location))
         return load_grouped(config, weights, prefix, routing)
-
-    @staticmethod
-    def divided_sizes(config: ModelConfig) -> dict[str, int]:
-        """As ``Decoder.divided_sizes``, of experts and of the dense layers that there are."""
-        return divided_sizes(config, _is_sparse)
 
     @classmethod
     def load_module_attention(

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import Biases
 from sametoken.models.decoder import Decoder
-from sametoken.models.experts import divided_sizes, is_sparse, load_dense_or_sparse
+from sametoken.models.experts import divided_with_experts, is_sparse, load_dense_or_sparse
 from sametoken.models.layer_types import FULL, SLIDING, WINDOWED
 from sametoken.models.load.settings import MAX_LAYERS, Settings
 
@@ -51,4 +51,4 @@ class Qwen2MoeForCausalLM(Decoder):
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
         """As ``Decoder.divided_sizes``, of experts and of the dense layers that there are."""
         keys = ("moe_intermediate_size", "shared_expert_intermediate_size")
-        return divided_sizes(config, is_sparse, keys)
+        return divided_with_experts(config, is_sparse, keys)

@@ -28,7 +28,7 @@ from sametoken.models.blocks import (
     load_centred_norm,
 )
 from sametoken.models.decoder import Decoder
-from sametoken.models.experts import divided_sizes, is_sparse, load_dense_or_sparse
+from sametoken.models.experts import divided_with_experts, is_sparse, load_dense_or_sparse
 from sametoken.models.layer_types import FULL, LINEAR
 from sametoken.models.load.settings import COMPARE, MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
@@ -157,7 +157,7 @@ class HybridDecoder(Decoder, ABC):
         """As ``Decoder.divided_sizes``; value heads are divided with their key heads."""
         settings = Settings(config.extra, config.architecture)
         keys = ("moe_intermediate_size", "shared_expert_intermediate_size")
-        sizes = divided_sizes(config, is_sparse, keys)
+        sizes = divided_with_experts(config, is_sparse, keys)
         if LINEAR in _layer_types(config, settings.location):
             sizes["linear_num_key_heads"] = settings.integer("linear_num_key_heads")
         return sizes

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 from sametoken.layers.residual import Block
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_head_norms, load_mlp
 from sametoken.models.decoder import Decoder
-from sametoken.models.experts import divided_sizes, is_sparse, load_routed, softmax_routing
+from sametoken.models.experts import divided_with_experts, is_sparse, load_routed, softmax_routing
 from sametoken.models.layer_types import WINDOWED
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import WeightReader
@@ -32,6 +33,7 @@ class Qwen3MoeForCausalLM(Decoder):
     ignored = ("max_window_layers", "layer_types")
 
     load_qk_norm = staticmethod(load_head_norms)
+    divided_sizes = staticmethod(partial(divided_with_experts, is_sparse=is_sparse))
 
     @staticmethod
     def load_layer_mlp(
@@ -43,8 +45,3 @@ class Qwen3MoeForCausalLM(Decoder):
         settings = Settings(config.extra, weights.source.location)
         routing = softmax_routing(settings, normalise=False)
         return load_routed(config, weights, prefix, routing)
-
-    @staticmethod
-    def divided_sizes(config: ModelConfig) -> dict[str, int]:
-        """As ``Decoder.divided_sizes``, of experts and of the dense layers that there are."""
-        return divided_sizes(config, is_sparse)

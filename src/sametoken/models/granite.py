@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sametoken.layers.feed_forward import GatedMLP, LayerExperts, RoutedExperts, SparseMoE
-from sametoken.layers.residual import Block, DecoderLayer, Layer, ScaledAfter
+from sametoken.layers.residual import Block, ScaledAfter
 from sametoken.layers.rotary import no_rotation
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_gated_mlp, load_mlp
@@ -146,11 +146,12 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
     def load_layer_mlp(
         config: ModelConfig, weights: WeightReader, prefix: str, index: int
     ) -> Block:
-        """The shared MLP of the layer at ``prefix``, beside experts if any, with its factor."""
-        shared = _load_shared(config, weights, f"{prefix}.shared_mlp")
+        """The shared MLP of the layer, beside experts if any, with its factor."""
+        layer = prefix.removesuffix(".mlp")
+        shared = _load_shared(config, weights, f"{layer}.shared_mlp")
         mlp: Block = shared
         if config.extra.get("num_local_experts"):
-            mlp = SparseMoE(_load_routed(config, weights, f"{prefix}.block_sparse_moe"), shared)
+            mlp = SparseMoE(_load_routed(config, weights, f"{layer}.block_sparse_moe"), shared)
         return ScaledAfter(mlp, _factor(config, "residual_multiplier"))
 
     @staticmethod
@@ -168,15 +169,6 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
         if self.config.extra.get("position_embedding_type") == "rope":
             return super()._rotaries(device)
         return (no_rotation(self._max_positions, device),) * self.config.num_layers
-
-    def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Layer:
-        prefix = f"{self._prefix}.layers.{index}"
-        return DecoderLayer(
-            self._load_norm(weights, f"{prefix}.input_layernorm"),
-            self._load_attention(weights, index, rotary),
-            self._load_norm(weights, f"{prefix}.post_attention_layernorm"),
-            self.load_layer_mlp(self.config, weights, prefix, index),
-        )
 
     def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
         if not isinstance(self._declared[index], Recurrent):

@@ -55,17 +55,15 @@ def _tensors_by_name(
             experts = _experts(file, tensor, most=_MAX_OF_EXPERTS - len(found))
             for index, one in enumerate(experts):
                 found |= _by_projection(name.replace(EACH, str(index)), one, GATE_UP in name)
-            continue
-        if own.endswith(_VECTORS):
+        elif own.endswith(_VECTORS):
             size = tensor.num_rows * tensor.row_bytes
             found[name] = replace(tensor, shape=(math.prod(tensor.shape),), row_bytes=size)
-            continue
-        shape = list(tensor.shape)
-        axes = (axis for end, axis in architecture.missing_axes.items() if name.endswith(end))
-        for axis in axes:
-            if len(shape) == axis + 1:
-                shape.insert(axis, 1)
-        found[name] = replace(tensor, shape=tuple(shape))
+        else:
+            shape = list(tensor.shape)
+            for ending, axis in architecture.missing_axes.items():
+                if name.endswith(ending) and len(shape) == axis + 1:
+                    shape.insert(axis, 1)
+            found[name] = replace(tensor, shape=tuple(shape))
     return found
 
 

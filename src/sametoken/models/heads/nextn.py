@@ -106,14 +106,11 @@ class NextNCheckpoint(ModuleCheckpoint[NextNHead]):
         """This rank's, with the module's scales of float8 KV where it has some."""
         weights, attention = reader.weights, f"{self.prefix}self_attn"
         strategy = kv_strategy(self.config.extra, str(self._directory))
-        declared = self.caches(weights.dtype)
-        own = reader.caches(declared)
-        if strategy is None or not has_scales(weights, attention):
-            return own
-        return tuple(
-            with_scales(one, whole, weights, attention, strategy)
-            for one, whole in zip(own, declared, strict=True)
-        )
+        (whole,) = self.caches(weights.dtype)
+        own = whole.divided(weights.parallel.size)
+        if strategy is not None and has_scales(weights, attention):
+            own = with_scales(own, whole, weights, attention, strategy)
+        return (own,)
 
     def _load_embedding(self, reader: HeadReader) -> UnquantizedWeight:
         own, config = f"{self.prefix}embed_tokens", self.config

@@ -29,6 +29,8 @@ LONGROPE = "longrope"
 #: Rotates a part of a head's pairs, with the frequencies that they have among all (Gemma 4).
 PROPORTIONAL = "proportional"
 SCALED_TYPES = ("linear", "llama3", "yarn", LONGROPE, PROPORTIONAL)
+_SUPPORTED = f"use a checkpoint with rope type default, {', '.join(SCALED_TYPES)}"
+_COMPARE = "compare the checkpoint's rope settings with the original's"
 #: Positions beyond the longest request that every table has, for drafts, whatever their number.
 DRAFT_POSITIONS = MAX_SPECULATIVE_TOKENS + 1
 
@@ -59,8 +61,7 @@ def rotary_table(
     inverse_frequencies, factor = _frequencies(rope, head_dim, max_positions - DRAFT_POSITIONS)
     if not (math.isfinite(factor) and inverse_frequencies.isfinite().all()):
         raise CheckpointError(
-            f"rope type {short(rope['rope_type'])} gives frequencies that are not finite",
-            "compare the checkpoint's rope settings with the original's",
+            f"rope type {short(rope['rope_type'])} gives frequencies that are not finite", _COMPARE
         )
     positions = torch.arange(max_positions, dtype=torch.float32)
     angles = positions[:, None] * inverse_frequencies[None, :]
@@ -79,14 +80,13 @@ def _frequencies(rope: Mapping[str, Any], head_dim: int, longest: int) -> tuple[
     rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
         raise CheckpointError(
-            f"{rotary_dim} elements of a head of {head_dim} cannot be rotated in pairs",
-            "compare the checkpoint's rope settings with the original's",
+            f"{rotary_dim} elements of a head of {head_dim} cannot be rotated in pairs", _COMPARE
         )
     if rope_type == "dynamic":
         raise UnsupportedError(
             f"rope type {short(rope_type)} changes its frequencies with the running length, so a "
             "token's KV would depend on what follows it",
-            f"use a checkpoint with rope type default, {', '.join(SCALED_TYPES)}",
+            _SUPPORTED,
         )
     if rope_type in SCALED_TYPES:
         return _scaled(rope, head_dim, longest)
@@ -102,10 +102,7 @@ def _frequencies(rope: Mapping[str, Any], head_dim: int, longest: int) -> tuple[
                 "download or convert the checkpoint again",
             )
         return default / divisors, 1.0
-    raise UnsupportedError(
-        f"rope type {short(rope_type)} is not supported",
-        f"use a checkpoint with rope type default, {', '.join(SCALED_TYPES)}",
-    )
+    raise UnsupportedError(f"rope type {short(rope_type)} is not supported", _SUPPORTED)
 
 
 def _scaled(rope: Mapping[str, Any], head_dim: int, longest: int) -> tuple[Tensor, float]:
@@ -134,5 +131,5 @@ def _scaled(rope: Mapping[str, Any], head_dim: int, longest: int) -> tuple[Tenso
     except _BAD_PARAMETERS as error:
         raise CheckpointError(
             f"rope type {short(rope['rope_type'])} lacks a parameter or has a bad one ({error!r})",
-            "compare the checkpoint's rope settings with the original's",
+            _COMPARE,
         ) from error

@@ -121,7 +121,7 @@ def _form_of(config: ModelConfig, directory: Path) -> ModuleForm:
     return found[0]
 
 
-class MTPCheckpoint(ModuleCheckpoint[ModuleHead]):
+class MTPCheckpoint(ModuleCheckpoint):
     """The module in the target's directory.
 
     Raises:

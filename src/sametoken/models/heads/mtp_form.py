@@ -21,13 +21,7 @@ from sametoken.layers.norm import RMSNorm
 from sametoken.layers.residual import DecoderLayer
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS
-from sametoken.models.heads.base import (
-    EagleHead,
-    Head,
-    HeadCheckpoint,
-    HeadStates,
-    require_sizes,
-)
+from sametoken.models.heads.base import EagleHead, HeadCheckpoint, HeadStates, require_sizes
 from sametoken.models.heads.reader import HeadReader
 from sametoken.models.heads.stored_names import with_prefix
 from sametoken.models.load.settings import Settings
@@ -109,7 +103,7 @@ class ModuleHead(EagleHead):
         return both
 
 
-class ModuleCheckpoint(HeadCheckpoint[Head]):
+class ModuleCheckpoint(HeadCheckpoint[ModuleHead]):
     """A module in the target's directory."""
 
     unused_tensors = DERIVED_TENSORS

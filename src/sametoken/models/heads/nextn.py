@@ -52,7 +52,7 @@ class NextNHead(ModuleHead):
     zeroes_first, feeds_normed = True, False
 
 
-class NextNCheckpoint(ModuleCheckpoint[NextNHead]):
+class NextNCheckpoint(ModuleCheckpoint):
     """The module in the target's directory.
 
     Raises:

@@ -26,30 +26,12 @@ class SquaredReluMLP(Matrices):
         return in_slices(lambda rows: self.down(self.kernels.relu_squared(self.up(rows))), x)
 
 
-class Latent:
-    """The narrower space in which experts work; here there is none."""
-
-    def run(
-        self, experts: LayerExperts, x: Tensor, chosen: Tensor, weights: Tensor,
-        beside: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """The experts of [T, hidden], and ``beside`` added to their sum: [T, hidden]."""
-        return experts(x, chosen, weights, beside=beside)
-
-
 @dataclass(frozen=True, slots=True)
-class ProjectedLatent(Matrices):
-    """Projections into and out of the latent space, whole on every rank."""
+class LatentSpace(Matrices):
+    """Projections into and out of the narrower space of experts, whole on every rank."""
 
     down: Linear
     up: Linear
-
-    def run(
-        self, experts: LayerExperts, x: Tensor, chosen: Tensor, weights: Tensor,
-        beside: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """See ``Latent.run``."""
-        return self.up(experts(self.down(x), chosen, weights)) + beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +43,7 @@ class SquaredReluMoE(Matrices):
         correction: [E] fp32, added to the scores by which experts are chosen.
         routing: how the logits choose experts and their weights, the routed scale included.
         experts: the experts, whole or this rank's part of each.
-        latent: the space of the experts.
+        latent: the space of the experts; None: that of the rows.
         shared: the shared expert, which runs for every row.
     """
 
@@ -70,7 +52,7 @@ class SquaredReluMoE(Matrices):
     correction: Tensor
     routing: Routing
     experts: LayerExperts
-    latent: Latent | ProjectedLatent
+    latent: LatentSpace | None
     shared: SquaredReluMLP
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -79,4 +61,7 @@ class SquaredReluMoE(Matrices):
 
     def _mixture(self, x: Tensor) -> Tensor:
         chosen, weights = self.kernels.moe_gate(self.router(x), self.routing, self.correction)
-        return self.latent.run(self.experts, x, chosen, weights, self.shared(x))
+        shared = self.shared(x)
+        if self.latent is None:
+            return self.experts(x, chosen, weights, beside=shared)
+        return self.latent.up(self.experts(self.latent.down(x), chosen, weights)) + shared

@@ -24,12 +24,7 @@ from sametoken.layers.norm import RMSNorm
 from sametoken.layers.residual import Block, BlockNorm, Layer, Matrices, kept_of
 from sametoken.layers.rotary import no_rotation
 from sametoken.layers.share import ExpertModules
-from sametoken.layers.squared_relu import (
-    Latent,
-    ProjectedLatent,
-    SquaredReluMLP,
-    SquaredReluMoE,
-)
+from sametoken.layers.squared_relu import LatentSpace, SquaredReluMLP, SquaredReluMoE
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_attention
 from sametoken.models.decoder import Decoder
@@ -167,9 +162,9 @@ def load_squared_relu_moe(
     num_experts = settings.integer("n_routed_experts", most=MAX_EXPERTS)
     shared_size = settings.integer("moe_shared_expert_intermediate_size")
     latent_size = settings.count("moe_latent_size")
-    latent: Latent | ProjectedLatent = Latent()
+    latent = None
     if latent_size:
-        latent = ProjectedLatent(
+        latent = LatentSpace(
             weights.linear(hidden, Part(f"{prefix}.fc1_latent_proj", latent_size)),
             weights.linear(latent_size, Part(f"{prefix}.fc2_latent_proj", hidden)),
         )

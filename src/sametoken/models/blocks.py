@@ -80,10 +80,8 @@ def with_wide_norms(
     attention: Attention, config: ModelConfig, weights: WeightReader, prefix: str
 ) -> WideNormAttention:
     """The attention block at ``prefix`` with its norms of q and k over all heads."""
-    q_norm, k_norm = (
-        load_norm(config, weights, f"{prefix}.{name}_norm", num_heads * config.head_dim)
-        for name, num_heads in (("q", config.num_heads), ("k", config.num_kv_heads))
-    )
+    q_norm = load_norm(config, weights, f"{prefix}.q_norm", config.num_heads * config.head_dim)
+    k_norm = load_norm(config, weights, f"{prefix}.k_norm", config.num_kv_heads * config.head_dim)
     ranks = attention_cache(config, weights.dtype).ranks_per_head(weights.parallel.size)
     return WideNormAttention(attention, weights.parallel, q_norm, k_norm, ranks)
 

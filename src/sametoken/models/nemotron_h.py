@@ -186,13 +186,8 @@ def _load_experts(
 ) -> LayerExperts:
     """All experts, in one tensor each for up and down, or one by one."""
     count, size = settings.integer("n_routed_experts"), settings.integer("moe_intermediate_size")
-    up, down = (
-        _matrices(weights, count, size if columns else width, part)
-        for columns, part in (
-            (False, Part(f"{prefix}.up_proj", size, split=Split.ROWS)),
-            (True, Part(f"{prefix}.down_proj", width, split=Split.COLUMNS)),
-        )
-    )
+    up = _matrices(weights, count, width, Part(f"{prefix}.up_proj", size, split=Split.ROWS))
+    down = _matrices(weights, count, size, Part(f"{prefix}.down_proj", width, split=Split.COLUMNS))
     modules = ExpertModules.of(prefix, count, width, size, gated=False)
     return summed_over_ranks(weights, weights.kernels.pack_experts(up, down), modules)
 

@@ -46,13 +46,10 @@ class Mxfp4Stack:
                 "check that config and weights belong together",
             )
         groups = in_features // GROUP
-        names = (f"{part.name}_blocks", f"{part.name}_scales")
-        shapes = ((part.rows, groups, GROUP // 2), (part.rows, groups))
-        blocks, scales = (
-            reader.tensor(Part(name, count), shape, torch.uint8)
-            for name, shape in zip(names, shapes, strict=True)
-        )
-        require_scales(reader, names[1], scales)
+        of_blocks, of_scales = (Part(f"{part.name}_{one}", count) for one in ("blocks", "scales"))
+        blocks = reader.tensor(of_blocks, (part.rows, groups, GROUP // 2), torch.uint8)
+        scales = reader.tensor(of_scales, (part.rows, groups), torch.uint8)
+        require_scales(reader, of_scales.name, scales)
         columns = reader.share(part, (in_features,)).columns
         read = _expanded if len(columns) % GROUP else _kept
         return [read(reader, part, *one) for one in zip(blocks, scales, strict=True)]

@@ -24,8 +24,7 @@ def complete_drafter(
 ) -> tuple[SpeculativeConfig | None, dict[str, str]]:
     """The config with a method and k, and the reason for what the checkpoint told.
 
-    Args:
-        spec: the config, with the path of its drafter in place of a name.
+    It has the path of its drafter in place of a name.
 
     Raises:
         CheckpointError: the drafter's files cannot be read.

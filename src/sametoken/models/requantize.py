@@ -113,12 +113,9 @@ def _module(name: str) -> str:
 
 
 class _Requantized:
-    """A ``TensorSource`` over another one.
+    """A ``TensorSource`` over another one, some of whose tensors have a scheme.
 
-    Args:
-        source: the other one.
-        schemes: by name of the tensors to quantize.
-        dtype: to which weights are rounded first.
+    Weights are rounded to ``dtype`` first.
     """
 
     def __init__(

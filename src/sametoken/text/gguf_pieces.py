@@ -24,9 +24,7 @@ UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 def sentencepiece_tokenizer(metadata: dict[str, Any], *, has_merges: bool) -> Tokenizer:
     """The tokenizer of such a vocabulary, without its special tokens.
 
-    Args:
-        metadata: the file's.
-        has_merges: whether merges are told; then no space comes before a text, unless told too.
+    If merges are told, no space comes before a text, unless that is told too.
 
     Raises:
         CheckpointError: there are no merges, a piece has no score, or is too long.

@@ -55,10 +55,7 @@ class ReasoningMarks:
     ) -> ReasoningMarks | None:
         """The first known marks that are a token each; None without any.
 
-        Args:
-            tokenizer: has them, or not.
-            turn_ends: see above.
-            end: what ends the reasoning, if that is known.
+        ``end`` is what ends the reasoning, if that is known.
         """
         token_id = tokenizer.backend.token_to_id
         calls = tuple(one for one in map(token_id, CALL_STARTS) if one is not None)

@@ -96,12 +96,7 @@ class StopCursor:
         self._length = 0
 
     def feed(self, piece: str, *, checked: bool) -> StopMatch | None:
-        """Read new characters, up to the first stop string that ends in them.
-
-        Args:
-            piece: the new characters.
-            checked: whether stop strings that end in them count.
-        """
+        """Read new characters, up to the first stop string that ends in them, if ``checked``."""
         for character in piece:
             self._node = self._stops.next(self._node, character)
             self._length += 1

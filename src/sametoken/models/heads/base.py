@@ -266,11 +266,7 @@ class HeadCheckpoint(ABC, Generic[Head]):
 
 
 def refuse(location: str, *features: tuple[object, str]) -> None:
-    """Refuse a head with any of these features.
-
-    Args:
-        location: the file, for messages.
-        features: whether the head has a feature, and its name.
+    """Refuse a head with any of these features: whether it has each, and its name.
 
     Raises:
         UnsupportedError: the head has one; the first is named.

@@ -19,12 +19,7 @@ def parameters_of(
     """The parameters of experts that modules hold factors of, by the modules' names.
 
     PEFT wraps experts once for each parameter that it trains: the last one has the module's name,
-    and those before it are a base layer below.
-
-    Args:
-        modules: all names of an adapter.
-        trains: whether the adapter's config names a parameter.
-        location: of the adapter, for messages.
+    and those before it are a base layer below. ``trains`` tells whether the config names one.
 
     Raises:
         CheckpointError: there are other modules than the config tells.

@@ -149,10 +149,6 @@ class Architecture:
     def config(self, settings: Settings, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
         """What config.json has beside the keys of all architectures.
 
-        Args:
-            settings: the file's.
-            tensors: by name in the file.
-
         Raises:
             CheckpointError: a key is missing or impossible.
             UnsupportedError: a value is not implemented.

@@ -355,11 +355,7 @@ _REFUSED = (
 
 
 def require_architecture(name: str, location: object) -> Architecture:
-    """The architecture of a name; any other is refused.
-
-    Args:
-        name: in GGUF's words.
-        location: the file or its repository, for messages.
+    """The architecture of a name in GGUF's words; any other is refused.
 
     Raises:
         UnsupportedError: it is not implemented.
@@ -372,11 +368,7 @@ def require_architecture(name: str, location: object) -> Architecture:
 
 
 def form_of(name: str, settings: Settings) -> Architecture:
-    """The architecture of a file, with its form of settings.
-
-    Args:
-        name: in GGUF's words.
-        settings: the file's, by keys of the architecture.
+    """The architecture of that name, in the form of a file's settings by its keys.
 
     Raises:
         UnsupportedError: it is not implemented, or the file sets what it has not.

@@ -92,13 +92,7 @@ def _by_projection(name: str, expert: GGUFTensor, are_two: bool) -> dict[str, GG
 
 
 class GGUFSource:
-    """Tensors of a GGUF file under Hugging Face names.
-
-    Args:
-        file: the parsed header.
-        architecture: the file's.
-        settings: the file's, by keys of the architecture.
-        config: made of them.
+    """Tensors of a GGUF file under Hugging Face names; settings are by keys of the architecture.
 
     Raises:
         CheckpointError: a stack of experts is impossible.

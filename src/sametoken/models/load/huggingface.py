@@ -57,9 +57,7 @@ _NOT_IN_TORCH = ("F4", "F6_E2M3", "F6_E3M2")
 class HuggingFaceCheckpoint:
     """A directory with config.json and files of weights.
 
-    Args:
-        directory: the checkpoint's.
-        load_format: "safetensors" refuses pickled files.
+    With the load format "safetensors" pickled ones are refused.
 
     Raises:
         CheckpointError: no config.json, malformed JSON, or a key is missing or impossible.
@@ -293,11 +291,7 @@ class _Stored:
 
 
 class SafetensorsSource:
-    """The tensors of safetensors files.
-
-    Args:
-        location: the checkpoint, for messages.
-        files: the files.
+    """The tensors of safetensors files, as a ``TensorSource``.
 
     Raises:
         CheckpointError: a file is truncated, or two hold one tensor.

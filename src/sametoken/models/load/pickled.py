@@ -71,10 +71,6 @@ _GLOBALS = frozenset(
 class PickledSource(TensorsByName):
     """The tensors of pickled files, as a ``TensorSource``; the files stay mapped.
 
-    Args:
-        location: the checkpoint, for messages.
-        files: the files with the weights.
-
     Raises:
         CheckpointError: a file is broken, or two hold one tensor.
         UnsupportedError: a file holds something other than tensors by name.

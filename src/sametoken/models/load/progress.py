@@ -47,10 +47,7 @@ def shown_while_read(
 ) -> Iterator[TensorSource]:
     """Yield the source; a bar shows the bytes of its tensors in ``dtype`` that were read.
 
-    Args:
-        source: the tensors of a checkpoint.
-        dtype: of the weights in memory.
-        leads: whether this process is rank 0, the only one that shows a bar.
+    Rank 0, which ``leads``, is the only one that shows a bar.
     """
     if not (leads and sys.stderr and sys.stderr.isatty()):
         yield source

@@ -52,12 +52,7 @@ class TensorSource(Protocol):
 
 
 class TensorsByName:
-    """What sources over tensors that are in memory, or mapped, share.
-
-    Args:
-        location: as in ``TensorSource``.
-        tensors: dense tensors by name.
-    """
+    """What sources over dense tensors that are in memory, or mapped, share."""
 
     def __init__(self, location: str, tensors: Mapping[str, Tensor]) -> None:
         self.location = location

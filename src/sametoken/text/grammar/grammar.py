@@ -73,12 +73,9 @@ class XGrammarMatcher:
 
 
 class XGrammar:
-    """The ``Grammar`` of one source. Pickled as its source, and compiled on demand.
+    """The ``Grammar`` of one source over one vocabulary.
 
-    Args:
-        source: what it is compiled from.
-        vocabulary: the tokens it is over.
-        store: cache of compiled grammars.
+    Pickled as both, and compiled on demand.
     """
 
     def __init__(

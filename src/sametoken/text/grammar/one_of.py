@@ -21,8 +21,7 @@ MAX_PAIRS = 10_000
 def disjoint(branches: list[Any]) -> bool:
     """Whether types and constants prove that no value satisfies two branches.
 
-    Args:
-        branches: with the targets of references in their places.
+    In place of references stand their targets.
 
     Raises:
         RequestError: too many pairs would have to be compared.

@@ -37,11 +37,9 @@ Visit = Callable[[str, str], str]
 
 
 def with_grammars(text: str, grammar_of: Visit) -> str:
-    """A tag whose schemas, regular expressions and grammars are replaced by ``grammar_of`` them.
+    """A tag, as JSON, whose schemas, regular expressions and grammars are ``grammar_of`` them.
 
-    Args:
-        text: JSON.
-        grammar_of: makes a grammar of each, in GBNF form.
+    These are in GBNF form.
 
     Raises:
         RequestError: it is no structural tag, or has a format or a key that is not supported.

@@ -65,7 +65,7 @@ from sametoken.models.heads.layer_config import (
 from sametoken.models.heads.reader import HeadReader
 from sametoken.models.load.files import read_settings
 from sametoken.models.load.settings import Settings
-from sametoken.models.load.weights import Part, WeightReader
+from sametoken.models.load.weights import Part
 from sametoken.models.registry import is_divisible
 from sametoken.ops.backend import AttentionRows, KeptRows, RotaryTable
 from sametoken.ops.cache_types import PagedKV
@@ -105,22 +105,6 @@ def _head_config(settings: Settings) -> Eagle1Config:
         layer = replace(layer, num_layers=1)
     fc_bias = settings.switch("fusion_bias", default=settings.switch("bias"))
     return Eagle1Config(layer, tuple(layer_windows(layer, location)), fc_bias)
-
-
-def _load_layer(
-    reader: WeightReader, config: Eagle1Config, index: int, rotary: RotaryTable, max_positions: int
-) -> DecoderLayer:
-    prefix, layer = f"layers.{index}", config.layer
-    cache = attention_cache(layer, reader.dtype, config.windows[index]).within(max_positions)
-    says_so = Settings(layer.extra, reader.source.location).switch("qkv_bias")
-    qkv_bias = layer.attention_bias or says_so or f"{prefix}.self_attn.q_proj.bias" in reader
-    biases = Biases(qkv_bias, output=layer.attention_bias)
-    return DecoderLayer(
-        load_norm(layer, reader, f"{prefix}.input_layernorm") if index else NoNorm(),
-        load_attention(layer, reader, f"{prefix}.self_attn", rotary, cache=cache, biases=biases),
-        load_norm(layer, reader, f"{prefix}.post_attention_layernorm"),
-        load_mlp(layer, reader, f"{prefix}.mlp"),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +164,9 @@ class Eagle1Checkpoint(HeadCheckpoint[Eagle1Head]):
         return tuple(attention_cache(config.layer, dtype, window) for window in config.windows)
 
     def _build(self, reader: HeadReader) -> Eagle1Head:
-        weights, layer, max_positions = reader.weights, self.config.layer, reader.max_positions
+        weights, layer = reader.weights, self.config.layer
         vocab_size, hidden_size = layer.vocab_size, layer.hidden_size
-        rotary = rotary_of(layer, max_positions, weights.device)
+        rotary = rotary_of(layer, reader.max_positions, weights.device)
         fc_bias = self.config.fc_bias or "fc.bias" in weights
         return Eagle1Head(
             kernels=weights.kernels,
@@ -190,10 +174,22 @@ class Eagle1Checkpoint(HeadCheckpoint[Eagle1Head]):
             parallel=weights.parallel,
             embedding=reader.embedding(vocab_size, hidden_size),
             fc=weights.linear(2 * hidden_size, Part("fc", hidden_size), bias=fc_bias),
-            layers=tuple(
-                _load_layer(weights, self.config, i, rotary, max_positions)
-                for i in range(layer.num_layers)
-            ),
+            layers=tuple(self._load_layer(reader, rotary, i) for i in range(layer.num_layers)),
             lm_head=reader.lm_head(vocab_size, hidden_size),
             token_ids=reader.token_ids,
+        )
+
+    def _load_layer(self, reader: HeadReader, rotary: RotaryTable, index: int) -> DecoderLayer:
+        weights, layer, prefix = reader.weights, self.config.layer, f"layers.{index}"
+        cache = self.caches(weights.dtype)[index].within(reader.max_positions)
+        says_so = Settings(layer.extra, weights.source.location).switch("qkv_bias")
+        qkv_bias = layer.attention_bias or says_so or f"{prefix}.self_attn.q_proj.bias" in weights
+        biases = Biases(qkv_bias, output=layer.attention_bias)
+        return DecoderLayer(
+            load_norm(layer, weights, f"{prefix}.input_layernorm") if index else NoNorm(),
+            load_attention(
+                layer, weights, f"{prefix}.self_attn", rotary, cache=cache, biases=biases
+            ),
+            load_norm(layer, weights, f"{prefix}.post_attention_layernorm"),
+            load_mlp(layer, weights, f"{prefix}.mlp"),
         )

@@ -375,7 +375,7 @@ class Decoder:
         if strategy is None:
             return own
         prefix = f"{self._prefix}.layers.{index}.{self.attention_name}"
-        return with_scales(own, declared, weights, prefix, strategy)
+        return with_scales(declared, weights, prefix, strategy)
 
     def _load_norm(self, weights: WeightReader, name: str) -> RMSNorm:
         return load_norm(self.config, weights, name)

@@ -107,10 +107,9 @@ class NextNCheckpoint(ModuleCheckpoint):
         weights, attention = reader.weights, f"{self.prefix}self_attn"
         strategy = kv_strategy(self.config.extra, str(self._directory))
         (whole,) = self.caches(weights.dtype)
-        own = whole.divided(weights.parallel.size)
         if strategy is not None and has_scales(weights, attention):
-            own = with_scales(own, whole, weights, attention, strategy)
-        return (own,)
+            return (with_scales(whole, weights, attention, strategy),)
+        return reader.caches((whole,))
 
     def _load_embedding(self, reader: HeadReader) -> UnquantizedWeight:
         own, config = f"{self.prefix}embed_tokens", self.config

@@ -24,27 +24,21 @@ def has_scales(weights: WeightReader, prefix: str) -> bool:
     return _name(weights, prefix, "k") in weights
 
 
-def with_scales(
-    own: LayerCache, whole: LayerCache, weights: WeightReader, prefix: str, strategy: str
-) -> LayerCache:
-    """A cache with its scales, if it is one of an attention block: that at ``prefix``.
+def with_scales(whole: LayerCache, weights: WeightReader, prefix: str, strategy: str) -> LayerCache:
+    """A cache on this rank with its scales, if it is one of an attention block: that at ``prefix``.
 
-    Args:
-        own: the declaration on this rank.
-        whole: over all ranks.
-        weights: the checkpoint.
-        prefix: of the block's tensors.
-        strategy: as ``kv_strategy`` gives it.
+    ``strategy`` is as ``kv_strategy`` gives it.
 
     Raises:
         CheckpointError: scales are missing, of another shape, or not positive.
     """
-    if isinstance(own, LatentKV):
-        return replace(own, scale=_latent_scale(weights, prefix))
-    if not isinstance(own, PagedKV) or not own.num_kv_heads:
-        return own
-    assert isinstance(whole, PagedKV)
-    return replace(own, scales=read_kv_scales(weights, prefix, strategy, whole))
+    size = weights.parallel.size
+    if isinstance(whole, LatentKV):
+        return replace(whole.divided(size), scale=_latent_scale(weights, prefix))
+    if isinstance(whole, PagedKV) and whole.num_kv_heads:
+        scales = read_kv_scales(weights, prefix, strategy, whole)
+        return replace(whole.divided(size), scales=scales)
+    return whole.divided(size)
 
 
 def read_kv_scales(weights: WeightReader, prefix: str, strategy: str, whole: PagedKV) -> KVScales:

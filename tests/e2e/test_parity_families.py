@@ -129,6 +129,19 @@ def test_keys_that_transformers_passes_over_beside_images(tmp_path, name, change
     require_logits_of_edited(tmp_path, theirs, changes, PROMPT, [7])
 
 
+#: Values that no published config has, by family.
+AT_THE_EDGES = [
+    ("gpt_oss", {"rope_parameters": {}}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), AT_THE_EDGES)
+def test_configs_at_their_edges(tmp_path, name, changes):
+    require_logits_of_edited(
+        tmp_path, random_model(fixed_config(name), seed=2), changes, PROMPT, [7]
+    )
+
+
 @pytest.mark.parametrize("key", ["norm_topk_prob", "rope_interleave"])
 def test_a_null_is_off_where_transformers_has_it_off(tmp_path, key):
     theirs = random_model(fixed_latent("deepseek_v3"), seed=2)

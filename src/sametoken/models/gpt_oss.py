@@ -64,9 +64,9 @@ class GptOssForCausalLM(Decoder):
 
     @classmethod
     def renamed(cls, settings: Settings) -> dict[str, Any]:
-        """YaRN, where a config has no rope settings."""
-        given = settings.get("rope_parameters") or settings.get("rope_scaling")
-        return {} if given else {"rope_parameters": _YARN}
+        """YaRN, where a config has no rope settings; with empty ones, none is scaled."""
+        given = settings.get("rope_scaling") or settings.get("rope_parameters")
+        return {"rope_parameters": _YARN} if given is None else {}
 
     @classmethod
     def caches_of(

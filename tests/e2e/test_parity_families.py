@@ -108,6 +108,8 @@ PASSED_OVER = [
     ("deepseek_v2", {"rope_interleave": False}),
     ("mixtral", _WINDOWS | {"layer_types": _TYPES, "norm_topk_prob": False}),
     ("ernie4_5_moe", {"moe_layer_start_index": 1, "moe_layer_end_index": -1}),
+    ("ernie4_5_moe", {"n_group": 2, "topk_group": 1}),
+    ("minimax_m2", {"n_group": 1, "topk_group": 2}),
 ]
 PASSED_OVER_BESIDE_IMAGES = [
     ("mistral", _WINDOWS | {"layer_types": _TYPES}),

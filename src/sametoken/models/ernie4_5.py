@@ -20,7 +20,12 @@ from sametoken.layers.residual import Block
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import attention_heads, load_mlp
 from sametoken.models.decoder import Decoder
-from sametoken.models.experts import divided_with_experts, grouped_routing, load_grouped
+from sametoken.models.experts import (
+    UNGROUPED,
+    divided_with_experts,
+    grouped_routing,
+    load_grouped,
+)
 from sametoken.models.layer_types import REFUSED
 from sametoken.models.load.settings import COMPARE, Settings, require_values
 from sametoken.models.load.weights import Part, Split, WeightReader
@@ -123,6 +128,7 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
         "moe_num_shared_experts": "n_shared_experts",
         "moe_k": "num_experts_per_tok",
     }
+    ignored = UNGROUPED
     implied: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-5,

@@ -30,6 +30,8 @@ from sametoken.ops.weight import ExpertForm, Experts
 
 #: The bias of DeepSeek's routers.
 CORRECTION = "gate.e_score_correction_bias"
+#: The ``ignored`` keys of classes whose routers have no groups.
+UNGROUPED = ("n_group", "topk_group")
 #: Mixtral's names of an expert's projections.
 MIXTRAL = GatedNames("w1", "w3", "w2")
 

@@ -13,7 +13,13 @@ from sametoken.layers.residual import Block
 from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import with_wide_norms
 from sametoken.models.decoder import Decoder
-from sametoken.models.experts import MIXTRAL, grouped_routing, load_grouped, mixtral_prefix
+from sametoken.models.experts import (
+    MIXTRAL,
+    UNGROUPED,
+    grouped_routing,
+    load_grouped,
+    mixtral_prefix,
+)
 from sametoken.models.layer_types import REFUSED
 from sametoken.models.load.settings import MAX_LAYERS, Settings, require_values
 from sametoken.models.load.weights import WeightReader
@@ -36,6 +42,7 @@ class MiniMaxM2ForCausalLM(Decoder):
     rotates_parts = True
     refused = (*REFUSED, "attention_bias", "attn_window_size", "shared_intermediate_size")
     aliases: ClassVar[Mapping[str, str]] = {"num_local_experts": "n_routed_experts"}
+    ignored = UNGROUPED
     implied: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,

@@ -30,9 +30,16 @@ from sametoken.models.blocks import load_attention
 from sametoken.models.decoder import Decoder
 from sametoken.models.experts import grouped_routing, summed_over_ranks
 from sametoken.models.layer_types import FULL, LINEAR
-from sametoken.models.load.settings import COMPARE, MAX_EXPERTS, Settings, require_values
+from sametoken.models.load.settings import (
+    ANOTHER,
+    COMPARE,
+    MAX_EXPERTS,
+    Settings,
+    require_values,
+    unsupported,
+)
 from sametoken.models.load.weights import Part, Split, WeightReader
-from sametoken.models.mamba2 import OF_FALCON, caches_by_type, load_mamba2
+from sametoken.models.mamba2 import OF_FALCON, caches_by_type, load_mamba2, time_step_limit
 from sametoken.ops.backend import KeptRows, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
 from sametoken.ops.weight import Normed, Weight
@@ -60,6 +67,8 @@ _ONLY: Mapping[str, tuple[object, ...]] = {
     "mamba_hidden_act": ("silu",),
     "n_shared_experts": (1,),
 }
+
+_NO_LIMIT = (0.0, math.inf)
 
 
 def layer_types(settings: Settings, prefix: str = "") -> tuple[str, ...]:
@@ -276,9 +285,18 @@ class NemotronHForCausalLM(Decoder):
     def caches_of(
         cls, config: ModelConfig, dtype: torch.dtype, location: str
     ) -> tuple[LayerCache, ...]:
-        """As ``Decoder.caches_of``."""
-        require_values(Settings(config.extra, location), _ONLY)
-        return caches_by_type(config, dtype, location)
+        """As ``Decoder.caches_of``.
+
+        Raises:
+            UnsupportedError: time steps have a limit. The published code has it in prompts alone,
+                transformers not at all.
+        """
+        settings = Settings(config.extra, location)
+        require_values(settings, _ONLY)
+        caches = caches_by_type(config, dtype, location)
+        if MAMBA in settings.names("layer_types") and time_step_limit(settings) != _NO_LIMIT:
+            raise unsupported(settings, "time_step_limit", ANOTHER)
+        return caches
 
     def _rotaries(self, device: torch.device) -> tuple[RotaryTable, ...]:
         return (no_rotation(self._max_positions, device),) * self.config.num_layers

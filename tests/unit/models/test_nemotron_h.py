@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -93,6 +94,8 @@ def test_memory_is_planned_by_the_largest_of_puzzle_s_experts(tmp_path):
         ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
         ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu'"),
         ({"n_shared_experts": 2}, "n_shared_experts=2"),
+        ({"time_step_limit": [0.0, 0.5]}, r"time_step_limit=\[0.0, 0.5\]"),
+        ({"mamba_dt_limit": [0.001, math.inf]}, r"time_step_limit=\[0.001, inf\]"),
         ({"mlp_bias": True}, "mlp_bias=true"),
         ({"sliding_window": 8}, "sliding_window=8"),
     ],

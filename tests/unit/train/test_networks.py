@@ -30,8 +30,7 @@ CHUNK = 64
 
 
 def write_latent_experts(directory):
-    changes = {"moe_latent_size": 8, "use_bias": True, "time_step_limit": [0.3, 0.9]}
-    config = nemotron_config("MEM*", **changes)
+    config = nemotron_config("MEM*", moe_latent_size=8, use_bias=True)
     tensors = nemotron_tensors(config)
     for index in (0, 2):
         for name in ("in_proj", "out_proj"):

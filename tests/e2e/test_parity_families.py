@@ -100,6 +100,7 @@ _YARN_OF_128 = {"rope_type": "yarn", "factor": 4.0}
 _ORIGINAL_16 = {"original_max_position_embeddings": 16}
 #: Keys that other classes read, by the family whose class passes over them.
 PASSED_OVER = [
+    ("ministral", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.7}}),
     ("ministral", _WINDOWS | {"layer_types": None}),
     ("ministral3", _WINDOWS | {"layer_types": _TYPES}),
     ("phi3", _WINDOWS | {"layer_types": _TYPES}),
@@ -112,6 +113,7 @@ PASSED_OVER = [
     ("minimax_m2", {"n_group": 1, "topk_group": 2}),
 ]
 PASSED_OVER_BESIDE_IMAGES = [
+    ("mistral", {"rope_scaling": YARN | {"llama_4_scaling_beta": 0.7}}),
     ("mistral", _WINDOWS | {"layer_types": _TYPES}),
     ("ministral3", _WINDOWS | {"layer_types": _TYPES}),
     ("qwen3", _WINDOWS | {"layer_types": _TYPES, "use_sliding_window": True}),

@@ -45,6 +45,16 @@ class MistralForCausalLM(Decoder):
     #: A window is that of all layers, or of those that Ministral's ``layer_types`` say.
     ignored: ClassVar[tuple[str, ...]] = ("use_sliding_window", "max_window_layers")
 
+    @classmethod
+    def renamed(cls, settings: Settings) -> dict[str, Any]:
+        """Rope settings without the growth of queries, which is Ministral 3's alone."""
+        ropes = {key: settings.nested(key) for key in ("rope_scaling", "rope_parameters")}
+        return {
+            key: {name: value for name, value in rope.items() if name != _BETA}
+            for key, rope in ropes.items()
+            if _BETA in rope
+        }
+
     def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
         attention = self._self_attention(weights, index, rotary)
         rope = Settings(self.config.rope, weights.source.location)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
@@ -114,6 +116,23 @@ def test_a_module_with_more_than_its_family_s_is_refused_and_the_target_runs(tmp
     plain(path)
     with pytest.raises(UnsupportedError, match=r"does not use: .*nextn\.embed_tokens"):
         build(path, mtp(2))
+
+
+#: What files have apart, and checkpoints, of which adapters are, as one.
+JOINED = {
+    "granitehybrid": ("shared_mlp.input_linear", "shared_mlp.output_linear", "in_proj"),
+    "qwen3next": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
+}
+
+
+@pytest.mark.parametrize("arch", JOINED)
+def test_an_adapter_gives_the_checkpoint_s_tokens(tmp_path, arch):
+    directory, path = write_family_gguf(tmp_path / "model", arch)
+    adapter = write_adapter(tmp_path / "adapter", directory, JOINED[arch])
+    asked = [replace(one, adapter=1) for one in requests()]
+    options = {"lora_modules": {"own": adapter}, "dtype": "float32"}
+    wanted, found = (run(build(at, NGRAM, **options), asked).tokens for at in (directory, path))
+    assert found == wanted != plain(path)
 
 
 def test_weights_that_hold_factors_take_neither_adapters_nor_new_weights(tmp_path):

@@ -17,7 +17,7 @@ from sametoken.layers.feed_forward import GatedMLP, LayerExperts, RoutedExperts,
 from sametoken.layers.residual import Block, ScaledAfter
 from sametoken.layers.rotary import no_rotation
 from sametoken.models.base import ModelConfig
-from sametoken.models.blocks import load_gated_mlp, load_mlp
+from sametoken.models.blocks import load_mlp
 from sametoken.models.decoder import Decoder
 from sametoken.models.experts import load_experts
 from sametoken.models.layer_types import FULL, LINEAR
@@ -76,13 +76,17 @@ class GraniteForCausalLM(Decoder):
 
 
 def _load_shared(config: ModelConfig, weights: WeightReader, prefix: str) -> GatedMLP:
-    """The MLP at ``prefix``: gate and up are stored as one, but not in GGUF files."""
+    """The MLP at ``prefix``: gate and up are stored as one, but not in GGUF files.
+
+    Adapters know both by the checkpoint's name.
+    """
     hidden = config.hidden_size
     size = Settings(config.extra, weights.source.location).integer("shared_intermediate_size")
-    if f"{prefix}.gate_proj.weight" in weights:
-        return load_gated_mlp(weights, prefix, hidden, size)
     fused = Part(f"{prefix}.input_linear", 2 * size, split=Split.ROWS, output_sizes=(size, size))
     down = weights.row_parallel(size, Part(f"{prefix}.output_linear", hidden))
+    halves = [Part(f"{prefix}.{one}_proj", size, split=Split.ROWS) for one in ("gate", "up")]
+    if f"{halves[0].name}.weight" in weights:
+        return GatedMLP(replace(weights.linear(hidden, *halves), parts=(fused,)), down)
     return GatedMLP(weights.linear(hidden, fused), down)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from reprlib import repr as short
 from typing import Any, ClassVar
 
@@ -218,7 +219,7 @@ class Qwen3_5ForCausalLM(Qwen3_5MoeForCausalLM):
 class Qwen3NextForCausalLM(HybridDecoder):
     """Tensors ``in_proj_qkvz`` and ``in_proj_ba``, with rows interleaved by key head.
 
-    GGUF files have the first as Qwen3.5's checkpoints have it.
+    GGUF files have the first as Qwen3.5's checkpoints have it; adapters know it by its own name.
     """
 
     def _load_projection(self, weights: WeightReader, prefix: str, rule: GatedDelta) -> Linear:
@@ -228,9 +229,10 @@ class Qwen3NextForCausalLM(HybridDecoder):
         qkvz = _regrouped(groups, (rule.key_dim, rule.key_dim, values, values))
         ba = _regrouped(groups, (ratio, ratio))
         gates = Part(f"{prefix}.in_proj_ba", size * len(ba), ba, Split.ROWS)
-        if f"{prefix}.in_proj_qkv.weight" in weights:
-            return weights.linear(hidden, *_parts_of_qkvz(rule, prefix), gates)
         whole = Part(f"{prefix}.in_proj_qkvz", size * len(qkvz), qkvz, Split.ROWS)
+        if f"{prefix}.in_proj_qkv.weight" in weights:
+            stored = weights.linear(hidden, *_parts_of_qkvz(rule, prefix), gates)
+            return replace(stored, parts=(whole, gates))
         return weights.linear(hidden, whole, gates)
 
 

@@ -208,6 +208,7 @@ MAMBA2: Mapping[str, Architecture] = {
             **_names("mamba"),
             **gated("ffn_{}", "shared_mlp"),
             **gated("ffn_{}_shexp", "shared_mlp"),
+            **dict.fromkeys(("ffn_down", "ffn_down_shexp"), "shared_mlp.output_linear"),
             "ffn_gate_inp": "block_sparse_moe.router.layer",
             **gated("ffn_{}_exps", f"block_sparse_moe.experts.{EACH}"),
         },

@@ -196,9 +196,9 @@ def test_granite_4_without_mamba_2_or_experts():
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 
 
-def emitted(path, spec, temperature, max_model_len=96):
+def emitted(path, spec, temperature, max_model_len=96, num_kv_blocks=80):
     """What an engine gives to three requests of 53 tokens or less."""
-    options = {"device": "cpu", "max_num_seqs": 4, "block_size": 4, "num_kv_blocks": 80}
+    options = {"device": "cpu", "max_num_seqs": 4, "block_size": 4, "num_kv_blocks": num_kv_blocks}
     core = build_engine(
         EngineConfig.from_options(
             model=str(path),
@@ -219,8 +219,7 @@ def test_drafts_change_no_token(family):
     assert drafted.offered > drafted.accepted, "some drafts were wrong"
 
 
-def test_the_longest_request_alone_chooses_longrope_s_factors(tmp_path):
-    """Tables are longer than requests, for drafts: where they end must not decide."""
+def write_longrope(directory):
     rope = {
         "rope_type": "longrope",
         "rope_theta": 100.0,
@@ -228,11 +227,25 @@ def test_the_longest_request_alone_chooses_longrope_s_factors(tmp_path):
         "short_factor": [1.0] * 4,
         "long_factor": [3.0] * 4,
     }
-    path = write_family(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=60)
+    return write_family(
+        directory, "phi3", rope_parameters=rope, original_max_position_embeddings=60
+    )
+
+
+def test_the_longest_request_alone_chooses_longrope_s_factors(tmp_path):
+    """Tables are longer than requests, for drafts: where they end must not decide."""
+    path = write_longrope(tmp_path)
     short, long = ([emitted(path, spec, 1.0, n).tokens for spec in (None, NGRAM)] for n in (60, 61))
     assert short[0] == short[1]
     assert long[0] == long[1]
     assert short != long
+
+
+def test_kv_memory_does_not_choose_longrope_s_factors(tmp_path):
+    """A batch may be resumed with another one."""
+    path = write_longrope(tmp_path)
+    little, much = (emitted(path, None, 1.0, None, n).tokens for n in (15, 80))
+    assert little == much == emitted(path, None, 1.0, 128).tokens
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, under the interpreter")

@@ -48,7 +48,7 @@ from sametoken.engine.swap_plan import SwapPlan, plan_swap_of, require_swap
 from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction
 from sametoken.layers.parallel import SINGLE_RANK
-from sametoken.layers.rotary import DRAFT_POSITIONS
+from sametoken.layers.rotary import DRAFT_POSITIONS, LONGROPE
 from sametoken.models.adapted import AdaptedModel
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
@@ -368,7 +368,10 @@ def _load_models(requested: Requested, ranks: Ranks) -> tuple[Decoder, LoadedDra
     layers = requested.needs.aux_layers if spec is not None else ()
     max_len, own = requested.max_model_len, requested.caches
     require_addressable(config, own, device)
-    max_positions = reachable_positions(config, own, device, max_len) + DRAFT_POSITIONS
+    # The table's length chooses LongRoPE's factors, which memory must not: a batch may be resumed.
+    bounded = requested.architecture.rope["rope_type"] != LONGROPE
+    reachable = reachable_positions(config, own, device, max_len) if bounded else max_len
+    max_positions = reachable + DRAFT_POSITIONS
     backend = select_backend(device)
     if fast_form(config, own).expands:
         require_expandable(latent_sizes(requested.architecture, str(path)), backend.model)

@@ -152,8 +152,9 @@ def test_a_null_is_off_where_transformers_has_it_off(tmp_path, key):
     require_logits_of_edited(tmp_path, theirs, {key: None}, PROMPT, [7])
 
 
-def test_gemma_3_s_rope_is_not_scaled_by_a_type_that_transformers_passes_over(tmp_path):
-    path = write_family(tmp_path, "gemma3") / "config.json"
+@pytest.mark.parametrize("name", ["gemma3", "olmo3"])
+def test_no_rope_is_scaled_by_a_type_that_transformers_passes_over(tmp_path, name):
+    path = write_family(tmp_path, name) / "config.json"
     config = json.loads(path.read_text())
     del config["rope_parameters"]
     path.write_text(json.dumps(config | {"rope_scaling": {"type": "linear", "factor": 8.0}}))

@@ -21,7 +21,7 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.blocks import load_centred_head_norms, load_centred_norm, load_mlp
 from sametoken.models.gemma import GemmaDecoder
 from sametoken.models.layer_types import full_every
-from sametoken.models.load.settings import Settings, unsupported
+from sametoken.models.load.settings import Settings, require_rope_type
 from sametoken.models.load.weights import WeightReader
 from sametoken.ops.backend import RotaryTable
 from sametoken.ops.cache_types import LayerCache
@@ -50,16 +50,12 @@ class Gemma3ForCausalLM(GemmaDecoder):
 
     @classmethod
     def renamed(cls, settings: Settings) -> dict[str, Any]:
-        """No key; a scaled rope without ``rope_type`` is refused, as transformers runs it unscaled.
+        """No key.
 
         Raises:
-            UnsupportedError: the config has one.
+            UnsupportedError: as ``require_rope_type``.
         """
-        scaling = settings.nested("rope_scaling")
-        named = "rope_type" in scaling or settings.nested("rope_parameters")
-        if scaling.get("type", "default") != "default" and not named:
-            remedy = 'give "rope_type" too if it shall be scaled, or leave rope_scaling out'
-            raise unsupported(settings, "rope_scaling", remedy)
+        require_rope_type(settings)
         return {}
 
     @classmethod

@@ -12,7 +12,12 @@ from sametoken.layers.residual import Block, DecoderLayer, NoNorm, NormedAfter
 from sametoken.models.blocks import load_mlp, with_wide_norms
 from sametoken.models.decoder import Decoder
 from sametoken.models.layer_types import WINDOWED, full_every
-from sametoken.models.load.settings import MAX_LAYERS, Settings, unsupported
+from sametoken.models.load.settings import (
+    MAX_LAYERS,
+    Settings,
+    require_rope_type,
+    unsupported,
+)
 from sametoken.models.load.weights import WeightReader
 from sametoken.ops.backend import RotaryTable
 
@@ -58,8 +63,10 @@ class Olmo3ForCausalLM(Olmo2ForCausalLM):
 
         Raises:
             UnsupportedError: rope settings that name no layer type, as transformers 5.2 writes
-                them: it scaled the rope of windows too, later ones pass over them.
+                them: it scaled the rope of windows too, later ones pass over them. Or as
+                ``require_rope_type``.
         """
+        require_rope_type(settings)
         if not all(isinstance(one, dict) for one in settings.nested("rope_parameters").values()):
             raise unsupported(settings, "rope_parameters", "give them by layer type")
         num_layers = settings.integer("num_hidden_layers", most=MAX_LAYERS)

@@ -199,6 +199,21 @@ def require_values(settings: Settings, only: Mapping[str, tuple[object, ...]]) -
             raise unsupported(settings, key, ANOTHER)
 
 
+def require_rope_type(settings: Settings) -> None:
+    """Refuse a scaled rope without ``rope_type`` of a class with ropes by layer type.
+
+    transformers passes over its ``type``, and does not scale it.
+
+    Raises:
+        UnsupportedError: the config has one.
+    """
+    scaling = settings.nested("rope_scaling")
+    named = "rope_type" in scaling or settings.nested("rope_parameters")
+    if scaling.get("type", "default") != "default" and not named:
+        remedy = 'give "rope_type" too if it shall be scaled, or leave rope_scaling out'
+        raise unsupported(settings, "rope_scaling", remedy)
+
+
 def compiled(settings: Settings, expression: str) -> re.Pattern[str]:
     """A checkpoint's regular expression; refused where matching could take very long.
 

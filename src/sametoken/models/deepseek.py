@@ -283,6 +283,7 @@ class DeepseekDecoder(NextNTarget):
 class DeepseekV3ForCausalLM(DeepseekDecoder):
     """Sigmoid scores, corrected by a bias where they choose; a group's score is its best two's."""
 
+    aliases: ClassVar[Mapping[str, str]] = {"num_local_experts": "n_routed_experts"}
     implied: ClassVar[Mapping[str, Any]] = {
         "head_dim": 64,
         "q_lora_rank": 1536,
@@ -336,6 +337,7 @@ class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
 class DeepseekV2ForCausalLM(DeepseekDecoder):
     """Softmax scores without a correction; a group's score is its best expert's."""
 
+    aliases: ClassVar[Mapping[str, str]] = {"num_experts": "n_routed_experts"}
     implied: ClassVar[Mapping[str, Any]] = {
         "head_dim": 64,
         "q_lora_rank": 1536,

@@ -125,6 +125,7 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
     divided_sizes = staticmethod(partial(divided_with_experts, is_sparse=_is_sparse))
     aliases: ClassVar[Mapping[str, str]] = {
         "moe_num_experts": "n_routed_experts",
+        "num_experts": "n_routed_experts",
         "moe_num_shared_experts": "n_shared_experts",
         "moe_k": "num_experts_per_tok",
     }

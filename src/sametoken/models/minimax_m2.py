@@ -41,7 +41,10 @@ class MiniMaxM2ForCausalLM(Decoder):
 
     rotates_parts = True
     refused = (*REFUSED, "attention_bias", "attn_window_size", "shared_intermediate_size")
-    aliases: ClassVar[Mapping[str, str]] = {"num_local_experts": "n_routed_experts"}
+    aliases: ClassVar[Mapping[str, str]] = {
+        "num_local_experts": "n_routed_experts",
+        "num_experts": "n_routed_experts",
+    }
     ignored = UNGROUPED
     implied: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 8,

@@ -216,6 +216,7 @@ class NemotronHForCausalLM(Decoder):
     layer_types: ClassVar[frozenset[str]] = frozenset((MAMBA, ATTENTION, MOE, MLP))
     unused_prefixes: ClassVar[tuple[str, ...]] = ("mtp.",)
     ignored = OF_FALCON
+    aliases: ClassVar[Mapping[str, str]] = {"num_local_experts": "n_routed_experts"}
     embedding_name: ClassVar[str] = "embeddings"
     final_norm_name: ClassVar[str] = "norm_f"
     attention_name: ClassVar[str] = "mixer"

@@ -34,6 +34,7 @@ from sametoken.models.load.pickled import PickledSource
 from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.quantization_files import quantization_of_another_file
 from sametoken.models.load.settings import (
+    COMPARE,
     MAX_COUNT,
     MAX_LAYERS,
     NO_SETTINGS,
@@ -136,7 +137,7 @@ def model_config(
     # A draft head names an architecture of its own.
     family = ARCHITECTURES.get(architecture, Decoder)
     own = {key: value for key, value in config.items() if key not in family.ignored}
-    named = {family.aliases.get(key, key): value for key, value in own.items()}
+    named = _by_own_names(own, family.aliases, location)
     # A number may be null for none, as sliding_window; a switch that is null is as good as absent.
     unset = {
         key: on
@@ -183,6 +184,26 @@ def _architecture(given: Settings) -> str:
     if not isinstance(architectures, list) or not architectures:
         raise CheckpointError(f"{given.location} names no architecture", 'set "architectures"')
     return str(architectures[0])
+
+
+def _by_own_names(
+    own: Mapping[str, Any], aliases: Mapping[str, str], location: str
+) -> dict[str, Any]:
+    """A config's settings by the names that are read here.
+
+    Raises:
+        CheckpointError: two names of one have different values.
+    """
+    named: dict[str, Any] = {}
+    for key, value in own.items():
+        name = aliases.get(key, key)
+        if value is not None and named.get(name, value) not in (None, value):
+            raise CheckpointError(
+                f"{location}: {key}={short(value)}, and {short(named[name])} by another name",
+                COMPARE,
+            )
+        named[name] = named.get(name) if value is None else value
+    return named
 
 
 def _ropes(

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     BambaConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     FalconH1Config,
@@ -30,6 +32,7 @@ from transformers import (
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
@@ -157,6 +160,36 @@ def test_what_one_family_implies(tmp_path, config_class):
     names = {own: given for given, own in ARCHITECTURES[name].aliases.items()}
     for key, value in implied.items():
         assert value == getattr(theirs, names.get(key, key))
+
+
+@pytest.mark.parametrize(
+    ("config_class", "given"),
+    [
+        (DeepseekV2Config, "num_experts"),
+        (DeepseekV3Config, "num_local_experts"),
+        (Ernie4_5_MoeConfig, "num_experts"),
+        (Ernie4_5_MoeConfig, "num_experts_per_tok"),
+        (Glm4MoeConfig, "num_local_experts"),
+        (GptOssConfig, "num_experts"),
+        (MiniMaxM2Config, "num_experts"),
+        (MixtralConfig, "num_experts"),
+        (NemotronHConfig, "num_local_experts"),
+        (Qwen3MoeConfig, "num_experts"),
+    ],
+)
+def test_a_setting_has_every_name_that_transformers_knows(tmp_path, config_class, given):
+    """Of two that differ transformers takes one, whatever their order."""
+    name = architecture_of(config_class)
+    sizes = BASE | {"architectures": [name], "num_attention_heads": 16, "layer_types": None}
+    sizes |= {"hybrid_override_pattern": "E*"} if config_class is NemotronHConfig else {}
+    field = config_class.attribute_map[given]
+    assert getattr(config_class(**{given: 3}), field) == 3
+    own = ARCHITECTURES[name].aliases.get(given, given)
+    assert read(tmp_path, sizes | {given: 3}).extra[own] == 3
+    assert read(tmp_path, sizes | {field: 3, given: 3}).extra[own] == 3
+    for both in ({given: 3, field: 4}, {field: 4, given: 3}):
+        with pytest.raises(CheckpointError, match="by another name"):
+            read(tmp_path, sizes | both)
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ PASSED_OVER = [
     ("phi3", _WINDOWS | {"layer_types": _TYPES}),
     ("gemma3", {"rope_parameters": None, "rope_scaling": _YARN_OF_128} | _ORIGINAL_16),
     ("gemma4", {"num_experts_per_tok": 1}),
+    *((name, {"use_sliding_window": False}) for name in ("gemma3", "gemma4", "gpt_oss", "olmo3")),
     ("deepseek_v2", {"rope_interleave": False}),
     ("mixtral", _WINDOWS | {"layer_types": _TYPES, "norm_topk_prob": False}),
     ("ernie4_5_moe", {"moe_layer_start_index": 1, "moe_layer_end_index": -1}),

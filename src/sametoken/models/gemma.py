@@ -19,8 +19,8 @@ class GemmaDecoder(Decoder):
     layer_types = WINDOWED
     local_theta = 10_000.0
     activation = "gelu_pytorch_tanh"
-    #: A rope by layer type has its own, if any.
-    ignored: ClassVar[tuple[str, ...]] = ("original_max_position_embeddings",)
+    #: A rope by layer type has its own, if any; layer types alone say which have windows.
+    ignored: ClassVar[tuple[str, ...]] = ("original_max_position_embeddings", "use_sliding_window")
     aliases: ClassVar[Mapping[str, str]] = {"hidden_activation": "hidden_act"}
 
     def compute_rank_logits(self, hidden: Tensor) -> Tensor:

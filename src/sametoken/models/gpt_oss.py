@@ -42,6 +42,8 @@ class GptOssForCausalLM(Decoder):
     """The shared decoder with sinks, alternating windows, and experts in every layer."""
 
     layer_types = WINDOWED
+    #: Layer types alone say which have windows.
+    ignored = ("use_sliding_window",)
     aliases: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
     implied: ClassVar[Mapping[str, Any]] = {
         "num_hidden_layers": 36,

@@ -50,6 +50,8 @@ class Olmo3ForCausalLM(Olmo2ForCausalLM):
     """The same decoder with windows, whose rope is not scaled."""
 
     layer_types = WINDOWED
+    #: Layer types alone say which have windows.
+    ignored = ("use_sliding_window",)
     local_theta = 500_000.0
     implied: ClassVar[Mapping[str, Any]] = {
         "rms_norm_eps": 1e-5,

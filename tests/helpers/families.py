@@ -345,7 +345,8 @@ def smollm3(draw) -> dict:
 def olmo3(draw) -> dict:
     kinds = st.sampled_from(["full_attention", "sliding_attention"])
     base = draw(st.sampled_from([100.0, 10_000.0]))
-    full = draw(st.sampled_from([{"rope_type": "default"}, OPEN_YARN | {"attention_factor": 1.2}]))
+    yarn = OPEN_YARN | {"truncate": True, "attention_factor": 1.2}
+    full = draw(st.sampled_from([{"rope_type": "default"}, yarn]))
     return {
         "num_hidden_layers": 4,
         "sliding_window": draw(st.sampled_from([2, 5, 36])),

@@ -41,6 +41,7 @@ from sametoken.models.load.settings import (
     QUANTIZATION_KEYS,
     Settings,
     require_head_counts,
+    require_values,
 )
 from sametoken.models.load.sources import rows_per_chunk
 from sametoken.models.registry import ARCHITECTURES, model_class
@@ -209,7 +210,12 @@ def _by_own_names(
 def _ropes(
     settings: Settings, local_theta: float | None, *, rotates_parts: bool
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Rope settings of all layers, or of those that see all, and of those with a window."""
+    """Rope settings of all layers, or of those that see all, and of those with a window.
+
+    Raises:
+        UnsupportedError: those by layer type have YaRN's borders not rounded, which transformers
+            passes over there.
+    """
     if local_theta is None:
         return _rope(settings, rotates_parts=rotates_parts), None
     by_type = settings.nested("rope_parameters")
@@ -218,8 +224,11 @@ def _ropes(
     own = {"rope_theta": theta, "rope_parameters": by_type.get(SLIDING)}
     local = _rope(Settings(values | own, settings.location), rotates_parts=rotates_parts)
     of_full = Settings(by_type, settings.location).nested(FULL) | settings.nested("rope_scaling")
-    full = Settings({**values, "rope_parameters": of_full}, settings.location)
-    return _rope(full, rotates_parts=rotates_parts), local
+    given = Settings({**values, "rope_parameters": of_full}, settings.location)
+    full = _rope(given, rotates_parts=rotates_parts)
+    for rope in (full, local):
+        require_values(Settings(rope, settings.location), {"truncate": (True,)})
+    return full, local
 
 
 def _rope(settings: Settings, *, rotates_parts: bool) -> dict[str, Any]:

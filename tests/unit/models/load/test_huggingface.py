@@ -440,6 +440,15 @@ def test_values_that_mean_something_else_are_refused_by_name(tmp_path, name, cha
         read(tmp_path, sizes | changes)
 
 
+@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "Olmo3ForCausalLM"])
+def test_borders_of_yarn_that_are_not_rounded_are_refused_by_layer_type(tmp_path, name):
+    """transformers looks for the key beside the layer types."""
+    config = BASE | {"architectures": [name], "rope_scaling": _YARN_8 | {"truncate": True}}
+    read(tmp_path, config)
+    with pytest.raises(UnsupportedError, match="truncate=False is not supported"):
+        read(tmp_path, config | {"rope_scaling": _YARN_8 | {"truncate": False}})
+
+
 @pytest.mark.parametrize("rotates", [[1], [1, 2], "11", [1, [0]]])
 def test_layers_that_smollm3_cannot_have(tmp_path, rotates):
     name = "SmolLM3ForCausalLM"

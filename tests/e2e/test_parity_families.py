@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, MinistralForCausalLM
 from helpers.dense_modules import MIMO, write_module
 from helpers.families import (
     FAMILIES,
+    OPEN_YARN,
     SEEING,
     VOCAB,
     YARN,
@@ -137,6 +138,7 @@ def test_keys_that_transformers_passes_over_beside_images(tmp_path, name, change
 #: Values that no published config has, by family.
 AT_THE_EDGES = [
     ("gpt_oss", {"rope_parameters": {}}),
+    ("gpt_oss", {"rope_parameters": OPEN_YARN | {"truncate": None}}),
 ]
 
 

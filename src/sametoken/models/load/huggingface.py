@@ -244,6 +244,9 @@ def _rope(settings: Settings, *, rotates_parts: bool) -> dict[str, Any]:
             "which are not supported",
             "use a checkpoint whose layers share one",
         )
+    if given.get("truncate", True) is None:
+        # By default YaRN's borders are rounded, by a null not.
+        given = {**given, "truncate": False}
     given = {key: value for key, value in given.items() if value is not None}
     own = Settings(given, settings.location)
     whole = settings.number("partial_rotary_factor", 1.0)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
@@ -164,17 +163,6 @@ def scenes(draw, k: int) -> Scene:
     rows.sort(key=lambda row: row.num_query > 1 or not row.samples)
     room = tuple(draw(st.integers(0, 3)) for _ in range(4))
     return Scene(tuple(slots), tuple(rows), k, room)
-
-
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Memory that torch hands out uninitialised holds NaN, or the largest integer."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def assert_equal(found, expected, where: str = "") -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers import poisoned as memory
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV
 
 
@@ -67,8 +68,5 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Memory that torch hands out uninitialised holds NaN."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+    with memory.poisoned_memory():
+        yield

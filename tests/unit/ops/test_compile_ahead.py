@@ -167,16 +167,8 @@ def test_a_kernel_that_does_not_compile_is_an_error_when_it_is_launched():
         pass
 
 
-@pytest.fixture
-def filled_memory():
-    """Memory is made full of the largest numbers."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("inference", [False, True])
-def test_memory_made_within_holds_valid_indices(inference, filled_memory):
+def test_memory_made_within_holds_valid_indices(inference, poisoned_memory):
     like = torch.ones(8, dtype=torch.int64)
 
     def made():

@@ -6,22 +6,14 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches
+from helpers.poisoned import DEVICE, close, noise
 from sametoken.layers.norm import RMSNorm
 from sametoken.ops.model.embedding_triton import embed_beside, embedding
 from sametoken.ops.model.norm_triton import rms_norm
 from sametoken.ops.reference import PlainWeight, ReferenceKernels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = ReferenceKernels()
-TOLERANCE = {torch.float32: (1e-6, 1e-6), torch.float16: (2e-3, 1e-3)}
 VOCAB = 11
-
-
-def between_nans(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    memory = torch.full((noise.numel() + 512,), torch.nan, dtype=dtype, device=DEVICE)
-    inside = memory[256 : 256 + noise.numel()].view(shape)
-    return inside.copy_(noise)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -54,10 +46,10 @@ class Beside:
         self, rows: int, width: int, dtype: torch.dtype, norm_dtype: torch.dtype | None = None
     ) -> None:
         self.token_ids = torch.arange(rows, device=DEVICE) * 7 % VOCAB
-        self.matrix = between_nans(VOCAB, width, dtype=dtype, seed=0)
-        self.hidden = between_nans(rows, width, dtype=dtype, seed=1)
+        self.matrix = noise(VOCAB, width, dtype=dtype, seed=0)
+        self.hidden = noise(rows, width, dtype=dtype, seed=1)
         self.norms = [
-            RMSNorm(KERNELS, between_nans(width, dtype=norm_dtype or dtype, seed=seed), eps)
+            RMSNorm(KERNELS, noise(width, dtype=norm_dtype or dtype, seed=seed), eps)
             for seed, eps in ((2, 1e-5), (3, 0.1))
         ]
 
@@ -88,8 +80,7 @@ def test_embeddings_beside_hidden_states(rows, width, dtype):
     found = beside.run()
     assert found.shape == (rows, 2 * width)
     assert found.dtype == dtype
-    rtol, atol = TOLERANCE[dtype]
-    torch.testing.assert_close(found, beside.run_reference(), rtol=rtol, atol=atol)
+    close(found, beside.run_reference())
     # To the bit what three launches and a copy of both halves give.
     assert torch.equal(found, beside.run_in_parts())
     assert torch.equal(beside.hidden, before)
@@ -97,7 +88,7 @@ def test_embeddings_beside_hidden_states(rows, width, dtype):
 
 def test_norms_beside_may_have_fp32_weights():
     beside = Beside(4, 99, torch.float16, norm_dtype=torch.float32)
-    torch.testing.assert_close(beside.run(), beside.run_reference(), rtol=2e-3, atol=1e-3)
+    close(beside.run(), beside.run_reference())
     assert torch.equal(beside.run(), beside.run_in_parts())
 
 

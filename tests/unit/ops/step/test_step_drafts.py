@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.compiled import compile_launches
+from helpers.poisoned import poisoned_memory
 from helpers.step_scenes import (
     ALL_OPS,
     BLOCK_SIZE,
@@ -16,7 +17,6 @@ from helpers.step_scenes import (
     Slot,
     assert_equal,
     integers,
-    poisoned_memory,
     row_of,
     scenes,
 )

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.compiled import compile_launches
+from helpers.poisoned import poisoned_memory
 from helpers.step_scenes import (
     BLOCK_SIZE,
     PADDED_OPS,
@@ -17,7 +18,6 @@ from helpers.step_scenes import (
     Scene,
     Slot,
     assert_equal,
-    poisoned_memory,
     row_of,
     scenes,
 )

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.compiled import compile_launches
+from helpers.poisoned import poisoned_memory
 from helpers.step_scenes import (
     DEVICE,
     PADDED_OPS,
     Scene,
     Slot,
     integers,
-    poisoned_memory,
     row_of,
     scenes,
 )

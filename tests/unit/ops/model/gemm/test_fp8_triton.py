@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches
+from helpers.poisoned import poisoned
 from sametoken.ops.model.gemm import fp8, fp8_triton
 from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize
 from sametoken.ops.model.gemm.fp8_triton import (
@@ -54,14 +55,7 @@ def weight_of(features: int, depth: int) -> Fp8DeviceWeight:
     """Small integers, scaled by powers of two, inside memory that is NaN elsewhere."""
     scale = 2.0 ** (integers(features, seed=2) - 10)
     matrix = integers(features, depth, seed=1).to(torch.float8_e4m3fn)
-    return Fp8DeviceWeight(poisoned_view(matrix), poisoned_view(scale))
-
-
-def poisoned_view(x: torch.Tensor) -> torch.Tensor:
-    """The same tensor inside memory whose every other element is NaN."""
-    memory = torch.full((x.numel() + 512,), torch.nan).to(x.dtype)
-    memory[256 : 256 + x.numel()] = x.flatten()
-    return memory[256 : 256 + x.numel()].view(x.shape)
+    return Fp8DeviceWeight(poisoned(matrix), poisoned(scale))
 
 
 def exact(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
@@ -69,7 +63,7 @@ def exact(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
 
 
 def operand_of(epilogue: str, features: int, dtype: torch.dtype) -> torch.Tensor | None:
-    return poisoned_view(integers(features, seed=3).to(dtype)) if epilogue == "bias" else None
+    return poisoned(integers(features, seed=3).to(dtype)) if epilogue == "bias" else None
 
 
 def by_reference(x, weight, epilogue: str, operand) -> torch.Tensor:
@@ -89,7 +83,7 @@ def same(got: torch.Tensor, expected: torch.Tensor, epilogue: str) -> bool:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("rows", "features", "depth"), [(1, 16, 32), (5, 37, 72), (33, 50, 200)])
 def test_logits_read_nothing_outside_odd_shapes(rows, features, depth, dtype):
-    x, weight = poisoned_view(activations(rows, depth, dtype)), weight_of(features, depth)
+    x, weight = poisoned(activations(rows, depth, dtype)), weight_of(features, depth)
     assert torch.equal(weight.matmul(x, out_dtype=torch.float32), exact(x, weight).float())
 
 
@@ -97,7 +91,7 @@ def test_logits_read_nothing_outside_odd_shapes(rows, features, depth, dtype):
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize(("rows", "features", "depth"), [(1, 16, 32), (5, 74, 72), (33, 50, 200)])
 def test_every_epilogue_is_that_of_the_reference(rows, features, depth, epilogue, dtype):
-    x, weight = poisoned_view(activations(rows, depth, dtype)), weight_of(features, depth)
+    x, weight = poisoned(activations(rows, depth, dtype)), weight_of(features, depth)
     operand = operand_of(epilogue, features, dtype)
     got = product(x, weight, epilogue, operand)
     expected = by_reference(x, weight, epilogue, operand)
@@ -210,7 +204,7 @@ def test_no_rows_give_no_rows():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 33), (5, 576), (2, 4097)])
 def test_activations_are_rounded_to_the_bits_of_the_reference(rows, width, dtype):
-    x = poisoned_view(activations(rows, width, dtype))
+    x = poisoned(activations(rows, width, dtype))
     matrix, scale = rounded(x)
     expected, scales = fp8.rounded(x)
     assert torch.equal(matrix.view(torch.uint8), expected.view(torch.uint8))
@@ -260,7 +254,7 @@ def test_every_fp8_weight_counts_as_what_it_is():
 def test_an_activation_that_is_a_number_of_e4m3_stays_as_it_is(form, dtype):
     """All of them in one row, whose largest is that of e4m3."""
     numbers = finite_numbers()[None]
-    matrix, scale = form(poisoned_view(numbers.to(dtype)))
+    matrix, scale = form(poisoned(numbers.to(dtype)))
     assert scale.item() == 1
     assert torch.equal(matrix.view(torch.uint8), numbers.view(torch.uint8))
 
@@ -413,7 +407,7 @@ def grouped_weight(features: int, depth: int, by_group: bool, rounding: str) -> 
     plain, groups = weight_of(features, depth), -(-depth // DEPTH)
     scale = plain.scale
     if by_group:
-        scale = poisoned_view(2.0 ** (integers(features, groups, seed=4) - 8))
+        scale = poisoned(2.0 ** (integers(features, groups, seed=4) - 8))
     return Fp8DeviceWeight(plain.matrix, scale, ROUNDINGS[rounding])
 
 
@@ -430,7 +424,7 @@ def grouped_activations(rows: int, depth: int, dtype: torch.dtype) -> torch.Tens
 def test_scales_of_groups_give_the_result_of_the_reference(by_group, at, rounding, is_large):
     rows, features, depth = (33, 50, 300) if is_large else (1, 16, 128)
     epilogue = ("bias", "silu_mul")[(at + by_group + is_large) % 2]
-    x = poisoned_view(grouped_activations(rows, depth, torch.float32))
+    x = poisoned(grouped_activations(rows, depth, torch.float32))
     weight = grouped_weight(features, depth, by_group, rounding)
     operand = operand_of(epilogue, features, x.dtype)
     plain = Fp8Weight(weight.matrix, weight.scale, weight.rounding)
@@ -441,7 +435,7 @@ def test_scales_of_groups_give_the_result_of_the_reference(by_group, at, roundin
 
 @pytest.mark.parametrize("rounding", ["row", "groups", "powers", "fixed"])
 def test_activations_round_as_the_reference_does(rounding):
-    x = poisoned_view(grouped_activations(7, 300, torch.float16))
+    x = poisoned(grouped_activations(7, 300, torch.float16))
     x[3, 5] = 500.0
     values, scale = rounded(x, ROUNDINGS[rounding])
     wanted, wanted_scale = fp8.rounded_by(ROUNDINGS[rounding], x)

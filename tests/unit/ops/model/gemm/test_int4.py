@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches
+from helpers.poisoned import poisoned
 from sametoken.errors import InvariantError
 from sametoken.models.in_place import Replacement
 from sametoken.ops.model.gemm import selfcheck
@@ -26,13 +27,6 @@ from sametoken.ops.triton import TritonKernels
 from sametoken.ops.weight import Int4Matrix, IntegerMatrix
 
 SHAPES = [(1, 16, 64, 32), (5, 74, 128, 64), (33, 50, 256, 128), (19, 70, 96, 32), (3, 22, 144, 16)]
-
-
-def poisoned(x: torch.Tensor, poison) -> torch.Tensor:
-    """The same tensor with poison before and after it."""
-    memory = torch.full((x.numel() + 512,), poison, dtype=x.dtype)
-    memory[256 : 256 + x.numel()] = x.flatten()
-    return memory[256 : 256 + x.numel()].view(x.shape)
 
 
 #: Of e2m1, by its code.
@@ -65,7 +59,7 @@ def made(
         expanded = torch.empty_like(expanded).index_copy_(1, order, expanded)
     matrix = Int4Matrix(
         poisoned(packed_int4(values, width), 255),
-        poisoned(scale, torch.nan),
+        poisoned(scale),
         None if e2m1 else poisoned(zero, 200),
         order,
     )
@@ -74,7 +68,7 @@ def made(
 
 def whole_numbers(rows: int, depth: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    return poisoned(torch.randint(-4, 5, (rows, depth), generator=generator).float(), torch.nan)
+    return poisoned(torch.randint(-4, 5, (rows, depth), generator=generator).float())
 
 
 def forms(matrix: Int4Matrix, dtype=torch.float32):
@@ -327,7 +321,7 @@ def with_factors(features: int, depth: int, factor: torch.Tensor, least=0, most=
 @pytest.mark.parametrize(("rows", "features", "depth"), [(1, 50, 128), (5, 70, 144), (40, 22, 400)])
 def test_scales_with_factors_give_the_exact_product(rows, features, depth):
     factor = 2.0 ** (torch.arange(features) % 9 - 4)
-    matrix = with_factors(features, depth, poisoned(factor, torch.nan), 0x2C, 0x4C)
+    matrix = with_factors(features, depth, poisoned(factor), 0x2C, 0x4C)
     values = torch.cat(((part := matrix.values.unflatten(1, (-1, 8))) & 15, part >> 4), 2).int()
     scale = matrix.scale.double() * factor[:, None].double()
     meant = (NUMBERS.double()[values] * scale[:, :, None]).flatten(1)

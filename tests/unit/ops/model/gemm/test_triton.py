@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches
+from helpers.poisoned import poisoned
 from sametoken.ops.model.gemm import product as gemm
 from sametoken.ops.model.gemm import selfcheck
 from sametoken.ops.model.gemm.selfcheck import ProvenTable, Refusal, check_gemm
@@ -34,18 +35,11 @@ def integers(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> 
     return torch.randint(-3, 4, shape, generator=generator).to(dtype)
 
 
-def poisoned_view(x: torch.Tensor) -> torch.Tensor:
-    """The same matrix inside memory whose every other element is NaN."""
-    memory = torch.full((x.numel() + 512,), torch.nan, dtype=x.dtype)
-    memory[256 : 256 + x.numel()] = x.flatten()
-    return memory[256 : 256 + x.numel()].view(x.shape)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize(("rows", "features", "depth"), [(1, 16, 32), (5, 37, 72), (33, 50, 40)])
 def test_linear_reads_nothing_outside_odd_shapes(rows, features, depth, dtype):
-    x = poisoned_view(integers(rows, depth, dtype=dtype))
-    matrix = poisoned_view(integers(features, depth, dtype=dtype, seed=1))
+    x = poisoned(integers(rows, depth, dtype=dtype))
+    matrix = poisoned(integers(features, depth, dtype=dtype, seed=1))
     expected = (x.double() @ matrix.double().T).to(dtype)
     assert torch.equal(DeviceWeight(matrix, TABLE).matmul(x), expected)
 

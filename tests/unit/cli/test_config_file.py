@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-import sametoken.serving.http.run
 from sametoken.cli.main import app
 
 USAGE = 2
@@ -26,16 +25,13 @@ tokenizer:
 
 
 @pytest.fixture
-def serve(monkeypatch, tmp_path):
+def serve(started, tmp_path):
     """Runs ``serve`` with the text of a file, and returns the result and what was started."""
 
     def invoke(text: str, *arguments: str):
-        calls: list = []
-        run = sametoken.serving.http.run
-        monkeypatch.setattr(run, "run", lambda *given: bool(calls.append(given)))
         path = tmp_path / "config.yaml"
         path.write_text(text)
-        return CliRunner().invoke(app, ["serve", *arguments, "--config", str(path)]), calls
+        return CliRunner().invoke(app, ["serve", *arguments, "--config", str(path)]), started
 
     return invoke
 

@@ -8,7 +8,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-import sametoken.serving.http.run
 from sametoken.cli.main import app
 from sametoken.cli.vllm_flags import SAME, TABLE, as_flag, flag, page
 from sametoken.cli.vllm_words import our_words
@@ -30,18 +29,6 @@ def is_switch(options, name: str) -> bool:
 def words(options, name: str, value: str) -> list[str]:
     """The words of a command line that set an option to a value."""
     return [as_flag(name, value == "true")] if is_switch(options, name) else [flag(name), value]
-
-
-@pytest.fixture
-def started(monkeypatch) -> list:
-    calls: list = []
-
-    def run(*arguments) -> bool:
-        calls.append(arguments)
-        return False
-
-    monkeypatch.setattr(sametoken.serving.http.run, "run", run)
-    return calls
 
 
 def serve(*arguments: str):

@@ -258,10 +258,6 @@ def test_float8_kv_needs_a_gpu_that_converts_it_or_a_cpu(monkeypatch):
     assert reasons == {"kv_cache_dtype": "fp8: requested; scales are 1"}
 
 
-def test_a_model_without_attention_has_as_many_blocks_as_are_useful():
-    assert plan(caches=()).num_kv_blocks == 4 * 512 // BLOCK
-
-
 def sized(num_kv_blocks: int, **options) -> ResolvedConfig:
     return ResolvedConfig(
         config=EngineConfig(**{"max_num_seqs": 3, "block_size": BLOCK} | options),

@@ -25,6 +25,9 @@ from sametoken.models.loader import read_config
 from sametoken.ops.dispatch import select_backend
 from sametoken.ops.reference import ReferenceKernels
 
+BACKEND = replace(select_backend(CPU), model=ReferenceKernels())
+PLACEMENT = Placement(BACKEND, torch.float32, CPU, max_model_len=40, max_positions=MAX_LEN)
+
 
 class HeadFiles:
     """Both in a folder, the target loaded.
@@ -54,14 +57,8 @@ class HeadFiles:
 
     def bench(self, kernels: ReferenceKernels | None = None, **changes: Any) -> Bench:
         """The drafter of the spec with these changes, which nothing spoils."""
-        placement = Placement(
-            replace(select_backend(CPU), model=kernels or ReferenceKernels()),
-            torch.float32,
-            CPU,
-            40,
-            max_positions=MAX_LEN,
-            target_path=self.path,
-        )
+        backend = replace(BACKEND, model=kernels or ReferenceKernels())
+        placement = replace(PLACEMENT, backend=backend, target_path=self.path)
         loaded = load_drafter(replace(self.spec, **changes), self.target, placement)
         bench = Bench(self.target, 3, spoil=0.0)
         bench.drafter = loaded.attach(bench.allocate(loaded.caches), bench.coupling)

@@ -21,13 +21,13 @@ from helpers.checkpoints import (
     write_llama,
     write_safeailab,
 )
-from helpers.drafting import CPU, MAX_LEN, Bench
+from helpers.drafting import MAX_LEN, Bench
 from helpers.forward import load
-from helpers.head_files import HeadFiles
+from helpers.head_files import PLACEMENT, HeadFiles
 from helpers.hybrids import FULL, write_hybrid
 from helpers.packed import packed_in
 from sametoken.config import SpeculativeConfig
-from sametoken.drafters.base import DrafterNeeds, LoadedDrafter, NoDrafter, Placement, named
+from sametoken.drafters.base import DrafterNeeds, LoadedDrafter, NoDrafter, named
 from sametoken.drafters.build import load_drafter, needs_of_drafter, require_token_map
 from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.draft_model import DraftModelDrafter
@@ -43,18 +43,9 @@ from sametoken.errors import (
 )
 from sametoken.models.heads.base import HeadCheckpoint
 from sametoken.models.loader import read_config
-from sametoken.ops.dispatch import select_backend
 from sametoken.ops.model.gemm.fp8 import Fp8Weight
 from sametoken.ops.reference import PlainWeight, ReferenceKernels
 from sametoken.types.speculative_methods import TABLE, Kind
-
-KERNELS = ReferenceKernels()
-BACKEND = replace(select_backend(CPU), model=KERNELS)
-PLACEMENT = Placement(BACKEND, torch.float32, CPU, max_model_len=40, max_positions=MAX_LEN)
-
-
-def load_target(directory, aux_layers=()):
-    return load(directory, KERNELS, aux_layers=aux_layers)
 
 
 def spec_of(method: str, model=None, k: int = 3) -> SpeculativeConfig:
@@ -66,7 +57,7 @@ def require_drafts(
 ) -> tuple[DrafterNeeds, LoadedDrafter, Bench]:
     """For a target, it is a drafter of this kind, keeps what configs say of it, and runs."""
     needs = needs_of_drafter(spec, read_config(path), torch.float32, path)
-    target = load_target(path, needs.aux_layers)
+    target = load(path, aux_layers=needs.aux_layers)
     loaded = load_drafter(spec, target, replace(PLACEMENT, target_path=path))
     bench = Bench(target, spec.num_speculative_tokens, **options)
     bench.drafter = loaded.attach(bench.allocate(loaded.caches), bench.coupling)
@@ -83,7 +74,7 @@ def target_directory(tmp_path):
 
 @pytest.mark.parametrize(("spec", "kind"), [(None, NoDrafter), (spec_of("ngram"), LookupDrafter)])
 def test_methods_without_weights(target_directory, spec, kind):
-    target = load_target(target_directory)
+    target = load(target_directory)
     loaded = load_drafter(spec, target, PLACEMENT)
     assert loaded.caches == ()
     assert isinstance(loaded.attach(None, Bench(target, 1).coupling), kind)
@@ -140,7 +131,7 @@ def test_a_cascade_before_a_model(tmp_path, target_directory, method, cascade, c
 
 
 def test_a_target_without_such_a_module_is_refused(target_directory):
-    target = load_target(target_directory)
+    target = load(target_directory)
     placement = replace(PLACEMENT, target_path=target_directory)
     with pytest.raises(UnsupportedError, match="LlamaForCausalLM"):
         needs_of_drafter(spec_of("mtp"), target.config, torch.float32, target_directory)
@@ -149,7 +140,7 @@ def test_a_target_without_such_a_module_is_refused(target_directory):
 
 
 def test_drafters_for_other_targets_are_refused(tmp_path, target_directory):
-    target = load_target(target_directory)
+    target = load(target_directory)
     head = write_safeailab(tmp_path / "head", head_tensors(), target_hidden_size=32)
     wide = write_eagle1(tmp_path / "wide", eagle1_tensors(), hidden_size=32)
     for spec, message in (
@@ -164,7 +155,7 @@ def test_drafters_for_other_targets_are_refused(tmp_path, target_directory):
 
 
 def test_a_target_that_shares_no_weights_is_refused(tmp_path, target_directory):
-    target = load_target(target_directory)
+    target = load(target_directory)
     stranger = SimpleNamespace(config=target.config)
     head = write_eagle1(tmp_path / "head", eagle1_tensors())
     with pytest.raises(UnsupportedError, match="LlamaForCausalLM keeps no states"):
@@ -172,7 +163,7 @@ def test_a_target_that_shares_no_weights_is_refused(tmp_path, target_directory):
 
 
 def test_kv_memory_must_be_given_to_a_drafter_that_has_some(target_directory):
-    target = load_target(target_directory)
+    target = load(target_directory)
     loaded = load_drafter(spec_of("draft_model", target_directory), target, PLACEMENT)
     with pytest.raises(InvariantError):
         loaded.attach(None, Bench(target, 3).coupling)
@@ -186,7 +177,7 @@ def test_a_drafter_may_have_dummy_weights(tmp_path, target_directory, method):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes))
     spec = spec_of(method, tmp_path)
     needs = needs_of_drafter(spec, read_config(target_directory), torch.float32)
-    target = load_target(target_directory, needs.aux_layers)
+    target = load(target_directory, aux_layers=needs.aux_layers)
     placement = replace(PLACEMENT, load_format="dummy")
     assert load_drafter(spec, target, placement).caches
     with pytest.raises(CheckpointError, match="no safetensors"):

@@ -5,49 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.checkpoints import (
-    VOCAB,
-    eagle1_tensors,
-    head_tensors,
-    write_checkpoint,
-    write_eagle1,
-    write_llama,
-    write_speculators,
-)
-from helpers.drafting import CPU, MAX_LEN, Bench, requests_of
-from helpers.hybrids import FULL, hybrid_config, hybrid_tensors
+from helpers import forward
+from helpers.checkpoints import VOCAB, write_llama
+from helpers.drafting import Bench, requests_of
+from helpers.head_files import HeadFiles
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.drafters.eagle import EagleDrafter
-from sametoken.models.heads.eagle import Eagle1Checkpoint
-from sametoken.models.heads.eagle3 import Eagle3Checkpoint
-from sametoken.models.heads.mtp import MTPCheckpoint
-from sametoken.models.loader import load_model
-from sametoken.ops.reference import ReferenceKernels
-
-OPTIONS = {
-    "kernels": ReferenceKernels(),
-    "dtype": torch.float32,
-    "device": CPU,
-    "max_positions": MAX_LEN,
-}
 
 
 def load(directory, kind: str):
     """A target, and a head or a draft model for it."""
-    if kind == "mtp":
-        config = hybrid_config("qwen3_5", num_hidden_layers=2, layer_types=[FULL] * 2)
-        write_checkpoint(directory, config, hybrid_tensors(config))
-        target = load_model(directory, **OPTIONS)
-        return target, MTPCheckpoint(directory).load(target, **OPTIONS)
-    aux_layers = (1, 2, 4) if kind == "eagle3" else ()
-    target = load_model(write_llama(directory / "target"), **OPTIONS).keeping(aux_layers)
     if kind == "draft_model":
-        return target, load_model(write_llama(directory / "other", seed=1), **OPTIONS)
-    if kind == "eagle":
-        head = write_eagle1(directory / "head", eagle1_tensors())
-        return target, Eagle1Checkpoint(head).load(target, **OPTIONS)
-    head = write_speculators(directory / "head", head_tensors())
-    return target, Eagle3Checkpoint(head).load(target, **OPTIONS)
+        other = write_llama(directory / "other", seed=1)
+        return forward.load(write_llama(directory / "target")), forward.load(other)
+    files = HeadFiles(directory, kind)
+    return files.target, files.head()
 
 
 def make_bench(target, model, kind: str, **options) -> Bench:

@@ -15,7 +15,8 @@ import torch
 
 from helpers import forward
 from helpers.checkpoints import HIDDEN, VOCAB, as_pickle, random_weight, write_llama
-from helpers.drafting import CPU, MAX_LEN, Bench, requests_of, require_all_accepted
+from helpers.drafting import MAX_LEN, Bench, requests_of, require_all_accepted
+from helpers.head_files import PLACEMENT
 from helpers.packed import packed_in
 from helpers.state_heads import (
     MEDUSA,
@@ -30,19 +31,16 @@ from helpers.state_heads import (
     write_mlp,
 )
 from sametoken.config import SpeculativeConfig
-from sametoken.drafters.base import DrafterNeeds, LoadedDrafter, Placement
+from sametoken.drafters.base import DrafterNeeds, LoadedDrafter
 from sametoken.drafters.build import load_drafter, needs_of_drafter
 from sametoken.drafters.state_head import StateDrafter
 from sametoken.errors import CheckpointError, ConfigError, DrafterMismatchError, UnsupportedError
 from sametoken.models.in_place import Replacement, tensors_of
 from sametoken.models.load.huggingface import open_weights
-from sametoken.ops.dispatch import select_backend
 from sametoken.ops.model.gemm.fp8 import Fp8Weight
 from sametoken.ops.reference import ReferenceKernels
 
 KERNELS = ReferenceKernels()
-BACKEND = replace(select_backend(CPU), model=KERNELS)
-PLACEMENT = Placement(BACKEND, torch.float32, CPU, max_model_len=40, max_positions=MAX_LEN)
 WRITE = {MLP: write_mlp, MEDUSA: write_medusa}
 KINDS = tuple(WRITE)
 #: Of the target's vocabulary, in no order.

@@ -133,14 +133,22 @@ def stack_of(gate_up: torch.Tensor, down: torch.Tensor, form=None) -> StackedExp
     return StackedExperts(ExpertStack(gate_up), ExpertStack(down), form)
 
 
-def beside_adapters(stack: StackedExperts, x, chosen, weights) -> torch.Tensor:
-    """Of rows without one."""
+def routed(rows: int, hidden: int, count: int, top_k: int = 2, dtype=torch.float32):
+    """Rows, and the experts that they choose with weights."""
+    x, logits = noise(rows, hidden, seed=3, dtype=dtype), noise(rows, count, seed=4, dtype=dtype)
+    return x, *moe_gate(logits, Routing(top_k, True))
+
+
+def require_bits(stack: StackedExperts, x, chosen, weights, whole: torch.Tensor) -> None:
+    """A row alone has the bits that it has in the whole, and rows without an adapter have them."""
+    alone = stack(x[-1:].clone(), chosen[-1:].clone(), weights[-1:].clone())
+    assert torch.equal(alone, whole[-1:])
     inner, rows = stack.down.in_features, RowAdapters()
     parts = (inner,) * (stack.gate_up.out_features // inner)
     sizes = ExpertSizes(stack.num_experts, stack.down.out_features, parts)
     adapted = AdaptedStackedExperts.of(stack, sizes, Room(1, 1, x.dtype, x.device), rows)
     rows.begin(torch.zeros(x.shape[0], dtype=torch.int64, device=x.device))
-    return adapted(x, chosen, weights)
+    assert torch.equal(adapted(x, chosen, weights), whole)
 
 
 def matrices(count: int, hidden: int, inner: int, dtype: torch.dtype):
@@ -166,8 +174,7 @@ def test_mix(rows, count, top_k, hidden, inner, gated, dtype):
     gate_up, down = matrices(count, hidden, inner, dtype)
     if not gated:
         gate_up = gate_up[:, :inner].contiguous()
-    x, logits = noise(rows, hidden, seed=3, dtype=dtype), noise(rows, count, seed=4, dtype=dtype)
-    chosen, weights = moe_gate(logits, Routing(top_k, True))
+    x, chosen, weights = routed(rows, hidden, count, top_k, dtype)
     stacked = stack_of(gate_up, down)
     actual = experts.moe_forward(x, stacked, chosen, weights)
     separate = SeparateExperts(*([KERNELS.pack(w.cpu()) for w in each] for each in (gate_up, down)))
@@ -177,14 +184,12 @@ def test_mix(rows, count, top_k, hidden, inner, gated, dtype):
     beside = noise(rows, hidden, seed=6, dtype=dtype)
     both = experts.moe_forward(x, stacked, chosen, weights, beside=beside)
     assert torch.equal(both, actual + beside)
-    assert torch.equal(beside_adapters(stacked, x, chosen, weights), actual)
     both = separate(x.cpu(), chosen.cpu(), weights.cpu(), beside=beside.cpu())
     assert torch.equal(both, expected + beside.cpu())
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     moved = experts.moe_forward(x[order], stacked, chosen[order], weights[order])
     assert torch.equal(moved, actual[order])
-    alone = experts.moe_forward(x[-1:].clone(), stacked, chosen[-1:].clone(), weights[-1:].clone())
-    assert torch.equal(alone, actual[-1:])
+    require_bits(stacked, x, chosen, weights, actual)
 
 
 def clamped_of(count: int, hidden: int, inner: int, dtype: torch.dtype) -> ClampedExperts:
@@ -205,8 +210,7 @@ def test_experts_with_other_gates(rows, count, top_k, hidden, inner, dtype, gate
     if gates != "gelu":
         form = clamped_of(count, hidden, inner, dtype)
         host = ClampedExperts(1.702, 0.8, form.gate_up.cpu(), form.down.cpu())
-    x, logits = noise(rows, hidden, seed=3, dtype=dtype), noise(rows, count, seed=4, dtype=dtype)
-    chosen, weights = moe_gate(logits, Routing(top_k, True))
+    x, chosen, weights = routed(rows, hidden, count, top_k, dtype)
     stack = stack_of(gate_up, down, form)
     packed = ([KERNELS.pack(matrix.cpu()) for matrix in each] for each in (gate_up, down))
     separate = KERNELS.pack_experts(*packed, host)
@@ -222,7 +226,7 @@ def test_experts_with_other_gates(rows, count, top_k, hidden, inner, dtype, gate
             torch.testing.assert_close(one.double(), expected, rtol=tolerance, atol=tolerance)
         alone = stack(x[-1:].clone(), chosen[-1:].clone(), weights[-1:].clone(), out_dtype)
         assert torch.equal(alone, actual[-1:])
-    assert torch.equal(beside_adapters(stack, x, chosen, weights), stack(x, chosen, weights))
+    require_bits(stack, x, chosen, weights, stack(x, chosen, weights))
 
 
 def test_clamped_experts_compile(tmp_path):
@@ -271,8 +275,7 @@ def by_definition(x, gate_up, down, form, chosen, weights):
 @pytest.mark.usefixtures("poisoned_memory")
 def test_a_part_of_the_experts_is_not_rounded():
     gate_up, down = matrices(3, 33, 20, torch.float16)
-    x, logits = noise(7, 33, seed=3, dtype=torch.float16), noise(7, 3, seed=4, dtype=torch.float16)
-    chosen, weights = moe_gate(logits, Routing(2, True))
+    x, chosen, weights = routed(7, 33, 3, dtype=torch.float16)
     stacked = stack_of(gate_up, down)
     actual = stacked(x, chosen, weights, torch.float32)
     separate = SeparateExperts(*([KERNELS.pack(w.cpu()) for w in each] for each in (gate_up, down)))
@@ -387,10 +390,7 @@ def test_an_expert_that_many_rows_choose_has_programs_for_them():
 
 def test_no_rows():
     gate_up, down = matrices(2, 16, 16, torch.float32)
-    chosen, weights = moe_gate(noise(0, 2, seed=1), Routing(1, True))
-    assert experts.moe_forward(
-        noise(0, 16, seed=1), stack_of(gate_up, down), chosen, weights
-    ).shape == (0, 16)
+    assert stack_of(gate_up, down)(*routed(0, 16, 2, 1)).shape == (0, 16)
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -413,8 +413,7 @@ def test_float8_experts(by_group, rounding, monkeypatch):
         ]
 
     gate_up, down = weights_of(2 * inner, hidden), weights_of(hidden, inner)
-    x, logits = noise(rows, hidden, seed=3), noise(rows, count, seed=4)
-    chosen, weights = moe_gate(logits, Routing(2, True))
+    x, chosen, weights = routed(rows, hidden, count)
     packed = StackedExperts(stacked(gate_up), stacked(down))
     actual = packed(x, chosen, weights)
     plain = [
@@ -425,9 +424,7 @@ def test_float8_experts(by_group, rounding, monkeypatch):
     error = (actual.cpu() - expected).norm() / expected.norm()
     # An inner activation whose last bit differs may round to the other neighbour.
     assert error < (1e-5 if rounding is None else 5e-3)
-    assert torch.equal(beside_adapters(packed, x, chosen, weights), actual)
-    alone = packed(x[-1:].clone(), chosen[-1:].clone(), weights[-1:].clone())
-    assert torch.equal(alone, actual[-1:])
+    require_bits(packed, x, chosen, weights, actual)
 
 
 def int4_experts(count: int, features: int, depth: int, width: int, e2m1: bool):
@@ -466,8 +463,7 @@ def test_experts_in_four_bits(e2m1, width, form):
         int4_experts(count, hidden, inner, 64, e2m1),
     )
     clamped = clamped_of(count, hidden, inner, torch.float32) if form else None
-    x, logits = noise(rows, hidden, seed=3), noise(rows, count, seed=4)
-    chosen, weights = moe_gate(logits, Routing(2, True))
+    x, chosen, weights = routed(rows, hidden, count)
     packed = StackedExperts(
         *(stacked([Int4DeviceWeight.of(on_device(one)) for one in each]) for each in matrices),
         clamped,
@@ -477,9 +473,7 @@ def test_experts_in_four_bits(e2m1, width, form):
     actual = packed(x, chosen, weights)
     expected = plain(x.cpu(), chosen.cpu(), weights.cpu())
     torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(beside_adapters(packed, x, chosen, weights), actual)
-    alone = packed(x[-1:].clone(), chosen[-1:].clone(), weights[-1:].clone())
-    assert torch.equal(alone, actual[-1:])
+    require_bits(packed, x, chosen, weights, actual)
 
 
 def on_device(matrix: Int4Matrix) -> Int4Matrix:

@@ -29,15 +29,23 @@ LLAMA = {
 DRAFT_IDS = (0, 1, 4, 7, 11, 12, 13, 20, 22)
 
 
-def random_weight(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    """Norm weights about 1, matrices that keep the scale of their input."""
+def random_weight(generator: torch.Generator, *shape: int, is_factor: bool = True) -> torch.Tensor:
+    """Factors about 1, other vectors about 0, matrices that keep the scale of their input."""
     noise = torch.randn(shape, generator=generator)
-    return 1 + 0.1 * noise if len(shape) == 1 else noise / shape[1] ** 0.5
+    if len(shape) > 1:
+        return noise / shape[-1] ** 0.5
+    return 1 + 0.1 * noise if is_factor else 0.3 * noise
 
 
-def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
+def random_tensors(
+    shapes: dict[str, tuple[int, ...]], seed: int, factors: str = ""
+) -> dict[str, torch.Tensor]:
+    """Vectors are factors if their name contains ``factors``."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: random_weight(generator, *shape) for name, shape in shapes.items()}
+    return {
+        name: random_weight(generator, *shape, is_factor=factors in name)
+        for name, shape in shapes.items()
+    }
 
 
 def layer_shapes(config: dict, prefix: str, in_features: int) -> dict[str, tuple[int, ...]]:

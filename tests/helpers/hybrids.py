@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from helpers.checkpoints import HIDDEN, VOCAB, write_checkpoint
+from helpers.checkpoints import HIDDEN, VOCAB, random_tensors, write_checkpoint
 
 LINEAR, FULL = "linear_attention", "full_attention"
 EPS = 1e-6
@@ -147,19 +147,6 @@ def mtp_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     }
 
 
-def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
-    """Norm weights about 0, as their difference from 1; matrices keep their input's scale."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def made(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        noise = torch.randn(shape, generator=generator)
-        if name.endswith("linear_attn.norm.weight"):
-            return 1 + 0.1 * noise
-        return 0.3 * noise if len(shape) == 1 else noise / shape[-1] ** 0.5
-
-    return {name: made(name, shape) for name, shape in shapes.items()}
-
-
 def root_of(config: dict) -> str:
     """What the names of the target's tensors begin with."""
     return "model.language_model" if "text_config" in config else "model"
@@ -181,7 +168,8 @@ def hybrid_tensors(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
         else:
             mixer = linear_shapes(text, f"{prefix}.linear_attn", interleaved)
         shapes |= layer_shapes(text, prefix, mixer)
-    return random_tensors(shapes | mtp_shapes(text), seed)
+    # Other norms add 1 to their weights.
+    return random_tensors(shapes | mtp_shapes(text), seed, factors="linear_attn.norm")
 
 
 def merged_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from helpers.checkpoints import HIDDEN, VOCAB, write_checkpoint
+from helpers.checkpoints import HIDDEN, VOCAB, random_tensors, write_checkpoint
 
 EPS = 1e-5
 PATTERN = "ME*M-E"
@@ -112,15 +112,7 @@ def nemotron_tensors(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
         prefix = f"backbone.layers.{index}"
         shapes[f"{prefix}.norm.weight"] = (config["hidden_size"],)
         shapes |= mixer_shapes(config, f"{prefix}.mixer", letter)
-    generator = torch.Generator().manual_seed(seed)
-
-    def made(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        noise = torch.randn(shape, generator=generator)
-        if "norm" in name:
-            return 1 + 0.1 * noise
-        return 0.3 * noise if len(shape) == 1 else noise / shape[-1] ** 0.5
-
-    return {name: made(name, shape) for name, shape in (shapes | mtp_shapes(config)).items()}
+    return random_tensors(shapes | mtp_shapes(config), seed, factors="norm")
 
 
 def write_nemotron(directory: Path, seed: int = 0, **changes) -> Path:

@@ -12,6 +12,17 @@ def events(answer) -> list[dict]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
+def named_events(answer) -> list[dict]:
+    """The objects of an event stream, each named by its type."""
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for lines in answer.text.removesuffix("\n\n").split("\n\n"):
+        name, data = lines.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
 def merged_completions(chunks: list[dict]) -> dict[int, dict]:
     """Choices of a completion stream, by index."""
     choices: dict[int, dict] = {}

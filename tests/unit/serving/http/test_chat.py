@@ -86,6 +86,12 @@ def calls_of(message: dict) -> list[tuple[str, str]]:
     ]
 
 
+def having_called(arguments: str) -> list[dict]:
+    """Messages of a conversation in which ``add`` was called with these arguments."""
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
 def call_deltas(chunks: list[dict]) -> list[dict]:
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
     return [call for delta in deltas for call in delta.get("tool_calls") or []]
@@ -359,12 +365,7 @@ def test_the_template_sees_a_custom_tool_as_a_function_of_one_text(serve):
 
 def test_the_template_sees_tools_and_earlier_calls(serve):
     engine = FakeEngine()
-    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    messages = [
-        *USER,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": "3"},
-    ]
+    messages = [*having_called(A_CALL), {"role": "tool", "tool_call_id": "c1", "content": "3"}]
     body = {"messages": messages, "tools": [ADD], "max_completion_tokens": 4}
     assert client_of(serve, engine)(**body).status_code == 200
     ((prompt, params),) = engine.seen
@@ -381,9 +382,7 @@ def test_the_template_sees_tools_and_earlier_calls(serve):
 )
 def test_a_number_beyond_a_float_in_an_earlier_call_is_refused(serve, number, status):
     """Python reads it as an infinity, which the template would write for it."""
-    arguments = f'{{"a": {number}}}'
-    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
-    messages = [*USER, {"role": "assistant", "tool_calls": [call]}]
+    messages = having_called(f'{{"a": {number}}}')
     answer = client_of(serve)(messages=messages, tools=[ADD])
     assert answer.status_code == status
     if status == 400:
@@ -395,10 +394,7 @@ def test_a_number_beyond_a_float_in_an_earlier_call_is_refused(serve, number, st
 
 def test_what_is_no_json_in_an_earlier_call_is_no_infinity(serve):
     """Words outside of strings, as broken quotes leave them, are not read as numbers."""
-    arguments = '{"a": "5" wide IN}'
-    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
-    messages = [*USER, {"role": "assistant", "tool_calls": [call]}]
-    engine = FakeEngine()
+    messages, engine = having_called('{"a": "5" wide IN}'), FakeEngine()
     assert client_of(serve, engine)(messages=messages, tools=[ADD]).status_code == 200
     ((prompt, _),) = engine.seen
     assert '<tool_call>{"name": "add", "arguments": {}}</tool_call>' in prompt.text

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from pydantic_core import from_json
 
+from helpers.events import named_events
 from helpers.fake_engine import FakeEngine
 
 PATH = "/v1/messages"
@@ -35,17 +34,6 @@ def whole(serve, said: str | FakeEngine, server=None, **body) -> dict:
     answer = post(serve, said, server, **body)
     assert answer.status_code == 200, answer.text
     return answer.json()
-
-
-def events_of(answer) -> list[dict]:
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    found = []
-    for lines in answer.text.removesuffix("\n\n").split("\n\n"):
-        name, data = lines.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        found.append(event)
-    return found
 
 
 def put_together(events: list[dict]) -> dict:
@@ -86,7 +74,7 @@ def put_together(events: list[dict]) -> dict:
 
 
 def test_a_text_comes_as_it_grows(serve):
-    events = events_of(post(serve, FakeEngine("hello world", window=1), stream=True))
+    events = named_events(post(serve, FakeEngine("hello world", window=1), stream=True))
     texts = [one["delta"]["text"] for one in events if one["type"] == "content_block_delta"]
     assert len(texts) > 5
     assert "".join(texts) == "hello world"
@@ -136,7 +124,7 @@ CASES = {
 def test_a_stream_adds_up_to_the_whole(serve, case):
     said, server, body, kinds, stop = CASES[case]
     message = whole(serve, said, server, **body)
-    streamed = put_together(events_of(post(serve, said, server, stream=True, **body)))
+    streamed = put_together(named_events(post(serve, said, server, stream=True, **body)))
     assert [block["type"] for block in message["content"]] == kinds
     assert message["stop_reason"] == stop
     assert message["stop_sequence"] == ("wor" if case == "stop" else None)
@@ -325,7 +313,7 @@ def test_cached_tokens_are_counted_apart(serve):
         "output_tokens": plain["output_tokens"],
     }
     assert whole(serve, Cached("hello"))["usage"] == found
-    first, *_ = events_of(post(serve, Cached("hello"), stream=True))
+    first, *_ = named_events(post(serve, Cached("hello"), stream=True))
     assert first["message"]["usage"] == found | {"output_tokens": 0}
 
 
@@ -433,7 +421,7 @@ def test_errors_have_the_form_of_their_path(serve):
         assert (told["type"], told["error"]["type"]) == ("error", kind)
         assert set(told["error"]) == {"type", "message"}
     body = short | {"stream": True}
-    *_, last = events_of(client.post(PATH, headers=key, json=body))
+    *_, last = named_events(client.post(PATH, headers=key, json=body))
     assert (last["type"], last["error"]["type"]) == ("error", "api_error")
     other = client.post("/v1/messages_of_others", headers=key, json=body).json()
     assert set(other["error"]) == {"message", "type", "param", "code"}

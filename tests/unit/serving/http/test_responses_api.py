@@ -8,6 +8,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from helpers.events import named_events
 from helpers.fake_engine import FakeEngine
 from sametoken.engine.user_inputs import plain_messages
 from sametoken.errors import NumericalError
@@ -56,17 +57,11 @@ def whole(serve, said: str | FakeEngine, server=None, **body) -> Response:
 
 
 def streamed(serve, said: str | FakeEngine, server=None, **body) -> list:
-    """The events of a stream, each with its name and number."""
+    """The events of a stream, each with its number."""
     answer = post(serve, said, server, stream=True, **body)
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    found = []
-    for number, lines in enumerate(answer.text.removesuffix("\n\n").split("\n\n")):
-        name, data = lines.split("\n")
-        event = EVENT.validate_python(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {event.type}"
-        assert event.sequence_number == number
-        assert getattr(event, "content_index", 0) == 0
-        found.append(event)
+    found = [EVENT.validate_python(event) for event in named_events(answer)]
+    assert [event.sequence_number for event in found] == [*range(len(found))]
+    assert all(getattr(event, "content_index", 0) == 0 for event in found)
     return found
 
 

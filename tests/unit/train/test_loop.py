@@ -73,6 +73,7 @@ def clock(monkeypatch) -> Clock:
 
 
 def train(objective, output, chosen, report=lambda now: None, identity=None):
+    output.mkdir(exist_ok=True)
     return run_loop(objective, chosen, output, report, identity=identity or {}, began=0.0)
 
 
@@ -99,7 +100,7 @@ def test_the_rate_rises_then_falls_as_a_cosine():
 
 def test_a_resumed_training_is_an_uninterrupted_one(tmp_path):
     whole = Fit()
-    train(whole, tmp_path / "a", made(tmp_path / "a", options()))
+    train(whole, tmp_path / "a", options())
 
     class Stop(Exception):
         pass
@@ -109,9 +110,8 @@ def test_a_resumed_training_is_an_uninterrupted_one(tmp_path):
             raise Stop
 
     cut = Fit()
-    chosen = made(tmp_path / "b", options(checkpoint_every=15))
     with pytest.raises(Stop):
-        train(cut, tmp_path / "b", chosen, stop_at_20)
+        train(cut, tmp_path / "b", options(checkpoint_every=15), stop_at_20)
     resumed = Fit()
     train(resumed, tmp_path / "b", options(checkpoint_every=15, resume=True))
     assert resumed.seen == list(range(15, 40))
@@ -123,10 +123,10 @@ def test_a_resumed_training_is_an_uninterrupted_one(tmp_path):
 def test_reports_of_a_resumed_training_are_those_without_the_break(tmp_path, every):
     """A report's means are of all steps since the one before, those before the break too."""
     whole, resumed = [], []
-    train(Fit(), tmp_path / "a", made(tmp_path / "a", options(steps=17)), whole.append)
+    train(Fit(), tmp_path / "a", options(steps=17), whole.append)
     output = tmp_path / "b"
     with pytest.raises(KeyboardInterrupt):
-        train(Interrupted(2), output, made(output, options(steps=17, checkpoint_every=every)))
+        train(Interrupted(2), output, options(steps=17, checkpoint_every=every))
     train(Fit(), output, options(steps=17, resume=True), resumed.append)
     assert [replace(now, seconds=0.0) for now in resumed] == [
         replace(now, seconds=0.0) for now in whole
@@ -148,10 +148,10 @@ class Interrupted(Fit):
 
 def test_an_interrupt_leaves_a_checkpoint_to_go_on_from(tmp_path):
     whole, resumed = Fit(), Fit()
-    train(whole, tmp_path / "a", made(tmp_path / "a", options()))
+    train(whole, tmp_path / "a", options())
     output = tmp_path / "b"
     with pytest.raises(KeyboardInterrupt):
-        train(Interrupted(1), output, made(output, options()))
+        train(Interrupted(1), output, options())
     train(resumed, output, options(resume=True))
     assert resumed.seen == list(range(8, 40))
     for name, value in whole.network.state_dict().items():
@@ -169,17 +169,12 @@ def test_a_step_that_a_second_interrupt_cuts_is_in_no_checkpoint(tmp_path):
 
 def test_a_whole_training_that_is_resumed_keeps_its_last_report(tmp_path):
     output = tmp_path / "a"
-    first = train(Fit(), output, made(output, options()))
+    first = train(Fit(), output, options())
     again = Fit()
     resumed = train(again, output, options(resume=True))
     assert not again.seen
     assert resumed == first
     assert resumed.loss > 0
-
-
-def made(directory, chosen):
-    directory.mkdir()
-    return chosen
 
 
 @pytest.mark.parametrize(
@@ -216,8 +211,6 @@ def test_a_checkpoint_that_does_not_fit_the_memory_is_not_called_broken(tmp_path
 
 def test_steps_are_chosen_to_fit_the_time_and_repeat_under_that_number(tmp_path, clock):
     timed, again = Fit(clock), Fit()
-    for name in "ab":
-        (tmp_path / name).mkdir()
     last = train(timed, tmp_path / "a", options(steps=100_000, max_seconds=100.0))
     # 94 % of the time is planned.
     assert last.steps == last.step == 94
@@ -298,8 +291,6 @@ def test_a_limit_of_files_below_the_checkpoint_is_refused_before_the_first_step(
 def test_gradients_are_clipped(tmp_path):
     free, clipped = Fit(), Fit()
     one = options(steps=1, warmup_steps=1)
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
     train(free, tmp_path / "a", one)
     train(clipped, tmp_path / "b", options(steps=1, warmup_steps=1, clip_norm=1e-12))
     # AdamW divides the scale out except for its epsilon, which a gradient this short meets.

@@ -129,6 +129,11 @@ class Kit:
         params = SamplingParams(**{"max_tokens": 4, **params})
         return self.client.begin(self.inputs.process(request_id, prompt, params))
 
+    async def die(self) -> None:
+        """The process does, which the client hears of."""
+        self.process.ended.set()
+        await asyncio.sleep(0.01)
+
     async def finish(self, request_id) -> None:
         stream = self.begin(request_id)
         self.report(update(request_id, 20, 21, 22, 23))
@@ -323,8 +328,7 @@ async def test_when_the_process_dies_every_request_fails_with_one_error(open_kit
     async with open_kit() as kit:
         streams = [kit.begin(f"r{i}") for i in range(2)]
         kit.report(update("r0", 20))
-        kit.process.ended.set()
-        await asyncio.sleep(0.01)
+        await kit.die()
         # What was not read is read as it was, unfinished.
         (unread,) = (await anext(streams[0])).outputs
         assert (unread.token_ids, unread.finish_reason) == ((20,), None)
@@ -345,8 +349,7 @@ async def test_when_the_process_dies_every_request_fails_with_one_error(open_kit
 
 async def test_between_two_processes_requests_are_told_to_come_again(open_kit):
     async with open_kit(max_restarts=1, restart_backoff_s=100.0) as kit:
-        kit.process.ended.set()
-        await asyncio.sleep(0.01)
+        await kit.die()
         with pytest.raises(EngineRestartingError, match="being started again"):
             kit.begin()
 
@@ -449,8 +452,7 @@ async def test_a_replay_is_not_repeated_after_it_was_refused_or_died(open_kit):
         kit.client.take(Refused(("r#replay#1",), RequestError("no"), 2))
         assert kit.client.stats.audit.num_dropped == 1
         await kit.finish("second")
-        kit.process.ended.set()
-        await asyncio.sleep(0.01)
+        await kit.die()
         assert kit.client.stats.audit.num_dropped == 2
 
 
@@ -539,7 +541,6 @@ async def test_what_other_weights_served_is_not_replayed_by_the_next_process(ope
         kit.report(update("r", 20, 21, 22, 23, **versions), weight_version=3)
         await anext(stream)
         assert kit.client.stats.audit.num_pending == 1
-        kit.process.ended.set()
-        await asyncio.sleep(0.01)
+        await kit.die()
         assert kit.client.stats.audit.num_pending == 0
         assert kit.client.stats.audit.num_dropped == 1

@@ -109,6 +109,11 @@ async def test_an_abort_from_outside_is_an_error():
             generation._take(0, replace(output, outputs=aborted))
 
 
+async def stay():
+    """Receives nothing from a client that goes on waiting."""
+    await asyncio.sleep(60)
+
+
 async def test_work_ends_when_the_client_goes():
     cancelled = asyncio.Event()
 
@@ -128,18 +133,12 @@ async def test_work_ends_when_the_client_goes():
     assert await while_connected(receive, work()) is None
     assert cancelled.is_set()
 
-    async def stay():
-        await asyncio.sleep(60)
-
     assert await while_connected(stay, asyncio.sleep(0, "done")) == "done"
 
 
 async def test_the_work_s_error_is_raised():
     async def fail():
         raise ZeroDivisionError
-
-    async def stay():
-        await asyncio.sleep(60)
 
     with pytest.raises(ZeroDivisionError):
         await while_connected(stay, fail())
@@ -166,9 +165,6 @@ def test_events_errors_and_the_end():
     async def events():
         yield Event(text="é\n")
         raise ZeroDivisionError
-
-    async def stay():
-        await asyncio.sleep(60)
 
     sent, source = [], Closable()
 
@@ -198,15 +194,12 @@ async def test_other_clients_are_served_between_the_events_of_a_stream():
         for _ in range(100):
             yield Event(text="x")
 
-    async def receive():
-        await asyncio.sleep(60)
-
     async def send(message):
         pass
 
     other = asyncio.ensure_future(be_served())
     generation = await begin(FakeEngine(), "x")
-    await EventStream(generation, events())({"type": "http"}, receive, send)
+    await EventStream(generation, events())({"type": "http"}, stay, send)
     other.cancel()
     assert turns >= 100
 

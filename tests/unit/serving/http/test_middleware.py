@@ -77,20 +77,23 @@ def test_keys_have_rates_of_their_own(serve):
     assert answers == [200, 200, 429]
 
 
-def status_of(app) -> int:
-    """The status that an ASGI application answers a plain request with."""
+def statuses(
+    app, parts: list[bytes], path: str = "/tokenize", end: str = "http.request"
+) -> list[int]:
+    """Those that an ASGI application sends for a body in parts."""
+    messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+    messages.append({"type": end, "body": b"", "more_body": False})
     sent = []
 
     async def receive():
-        return {"type": "http.request", "body": b"", "more_body": False}
+        return messages.pop(0)
 
     async def send(message):
-        sent.append(message)
+        sent.append(message.get("status"))
 
-    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": []}
-    scope |= {"client": ("1.2.3.4", 1)}
-    asyncio.run(app(scope, receive, send))
-    return sent[0]["status"]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+    asyncio.run(app(scope | {"client": ("1.2.3.4", 1)}, receive, send))
+    return [status for status in sent if status is not None]
 
 
 async def accept(scope, receive, send):
@@ -100,11 +103,11 @@ async def accept(scope, receive, send):
 def test_a_bucket_refills_evenly():
     clock = [0.0]
     limit = RateLimit(accept, 60, by_key=False, now=lambda: clock[0])
-    assert [status_of(limit) for _ in range(61)].count(429) == 1
+    assert [statuses(limit, []) for _ in range(61)].count([429]) == 1
     clock[0] = 1.5
-    assert [status_of(limit), status_of(limit)] == [204, 429]
+    assert [statuses(limit, []) for _ in range(2)] == [[204], [429]]
     clock[0] = 1000.0
-    assert [status_of(limit) for _ in range(61)].count(429) == 1
+    assert [statuses(limit, []) for _ in range(61)].count([429]) == 1
 
 
 def test_the_clients_that_were_seen_last_are_remembered(monkeypatch):
@@ -144,25 +147,6 @@ def test_a_client_that_goes_while_sending_asks_for_nothing():
     assert bodies == []
 
 
-def read_by(
-    limit: BodyLimit, parts: list[bytes], path: str = "/tokenize", end: str = "http.request"
-) -> list[int]:
-    """The statuses that a limit sends for a body in parts."""
-    messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
-    messages.append({"type": end, "body": b"", "more_body": False})
-    sent = []
-
-    async def receive():
-        return messages.pop(0)
-
-    async def send(message):
-        sent.append(message.get("status"))
-
-    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
-    asyncio.run(limit(scope, receive, send))
-    return [status for status in sent if status is not None]
-
-
 def test_bodies_that_are_held_count_until_they_are_answered():
     inner = []
     large = [bytes(600_000)]
@@ -171,17 +155,17 @@ def test_bodies_that_are_held_count_until_they_are_answered():
         body = (await receive())["body"]
         inner.append(len(body))
         if len(inner) == 1:
-            inner.append(await asyncio.to_thread(read_by, limit, large))
-            inner.append(await asyncio.to_thread(read_by, limit, [bytes(60_000)]))
+            inner.append(await asyncio.to_thread(statuses, limit, large))
+            inner.append(await asyncio.to_thread(statuses, limit, [bytes(60_000)]))
         await send({"type": "http.response.start", "status": 204, "headers": []})
 
     limit = BodyLimit(app, BOUNDS)
-    assert read_by(limit, large) == [204]
+    assert statuses(limit, large) == [204]
     assert inner == [600_000, [503], 60_000, [204]]
     # Nothing is left of them, whatever became of each.
-    assert read_by(limit, [bytes(400_000)] * 3) == [413]
-    assert read_by(limit, large, end="http.disconnect") == []
-    assert read_by(limit, large) == [204]
+    assert statuses(limit, [bytes(400_000)] * 3) == [413]
+    assert statuses(limit, large, end="http.disconnect") == []
+    assert statuses(limit, large) == [204]
 
 
 def test_the_memory_of_a_body_is_not_doubled():
@@ -197,14 +181,14 @@ def test_the_memory_of_a_body_is_not_doubled():
     tracemalloc.start()
     try:
         limit = BodyLimit(app, BodyBounds(2 * size, 2 * size, 60.0))
-        read_by(limit, [part] * 100)
+        statuses(limit, [part] * 100)
     finally:
         tracemalloc.stop()
     assert peak[0] < 1.5 * size
 
 
 def test_no_body_is_read_where_none_belongs():
-    assert read_by(BodyLimit(accept, BOUNDS), [bytes(10**7)], "/health") == [204]
+    assert statuses(BodyLimit(accept, BOUNDS), [bytes(10**7)], "/health") == [204]
 
 
 def test_other_protocols_pass():

@@ -9,7 +9,7 @@ from dataclasses import replace
 import httpx2 as httpx
 import pytest
 
-from helpers.fake_engine import FakeEngine
+from helpers.fake_engine import STATS, FakeEngine
 from sametoken.config import EngineConfig
 from sametoken.errors import DrainingError
 from sametoken.serving.http import run
@@ -104,17 +104,27 @@ async def test_a_body_that_has_not_come_in_whole_is_not_waited_for(begun, caplog
     assert not caplog.records
 
 
-@pytest.mark.parametrize("is_off", [False, True])
-def test_the_load_is_logged_while_the_server_runs(monkeypatch, is_off):
-    told = []
+@pytest.fixture
+def told(monkeypatch) -> list:
+    """What an engine is told that starts at once, and what a test adds."""
+    noted = []
 
     class Engine(FakeEngine):
         async def start_grammar_trials(self) -> None:
             """There are none."""
 
         async def shutdown(self) -> None:
-            told.append("ended")
+            noted.append("ended")
 
+    async def start(config, limits):
+        return Engine()
+
+    monkeypatch.setattr(run.AsyncLLM, "start", start)
+    return noted
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+def test_the_load_is_logged_while_the_server_runs(monkeypatch, told, is_off):
     async def log_load(read) -> None:
         told.append(read().num_output_tokens)
         try:
@@ -122,35 +132,19 @@ def test_the_load_is_logged_while_the_server_runs(monkeypatch, is_off):
         finally:
             told.append("stopped")
 
-    async def start(config, limits):
-        return Engine()
-
     async def serve(self, sockets) -> None:
         await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(run.AsyncLLM, "start", start)
     monkeypatch.setattr(run, "log_load", log_load)
     monkeypatch.setattr(run.DrainingServer, "serve", serve)
     config = replace(CONFIG, disable_log_stats=is_off)
     with bind(config) as listener:
         assert not asyncio.run(run._serve(EngineConfig(), ServingLimits(), config, listener))
-    assert told == (
-        ["ended"] if is_off else [Engine().stats().num_output_tokens, "ended", "stopped"]
-    )
+    assert told == (["ended"] if is_off else [STATS.num_output_tokens, "ended", "stopped"])
 
 
+@pytest.mark.usefixtures("told")
 def test_sigint_just_before_the_server_runs_leaves_no_traceback(monkeypatch, capsys):
-    class Engine(FakeEngine):
-        async def start_grammar_trials(self) -> None:
-            """There are none."""
-
-        async def shutdown(self) -> None:
-            """Nothing runs."""
-
-    async def start(config, limits):
-        return Engine()
-
-    monkeypatch.setattr(run.AsyncLLM, "start", start)
     monkeypatch.setattr(run, "exempt_objects", lambda: signal.raise_signal(signal.SIGINT))
     with bind(CONFIG) as listener, pytest.raises(KeyboardInterrupt):
         asyncio.run(run._serve(EngineConfig(), ServingLimits(), CONFIG, listener))

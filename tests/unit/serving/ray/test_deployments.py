@@ -164,6 +164,11 @@ def test_a_body_that_is_too_large_goes_nowhere(client):
     assert not handle.seen
 
 
+class Own(Replica):
+    def __del__(self) -> None:
+        """Ray awaits it; nobody would here."""
+
+
 def context(rank: int) -> SimpleNamespace:
     """Ray's, of a replica."""
     return SimpleNamespace(
@@ -178,10 +183,6 @@ async def test_replicas_draw_seeds_of_their_own(monkeypatch):
     async def begin(config: EngineConfig, limits: ServingLimits) -> FakeEngine:
         seeds.append(config.seed)
         return FakeEngine("hello")
-
-    class Own(Replica):
-        def __del__(self) -> None:
-            """Ray awaits it; nobody would here."""
 
     monkeypatch.setattr(gateway.AsyncLLM, "start", begin)
     for rank in range(3):
@@ -198,10 +199,6 @@ async def test_a_replica_names_itself_is_replaced_without_an_engine_and_ends_it(
 
         async def shutdown(self) -> None:
             self.has_ended = True
-
-    class Own(Replica):
-        def __del__(self) -> None:
-            """Ray awaits it; nobody would here."""
 
     engine = Engine("hello")
 

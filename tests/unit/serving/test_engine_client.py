@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.scheduler_limits import make_limits
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.input_processor import InputProcessor
 from sametoken.engine.summary import summarise
@@ -21,8 +22,6 @@ from sametoken.errors import (
     OverloadedError,
     RequestError,
 )
-from sametoken.scheduler.draft_limits import StepReads
-from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.serving.engine_client import EngineClient
 from sametoken.serving.limits import ServingLimits
 from sametoken.serving.messages import (
@@ -45,27 +44,7 @@ PROMPT = (10, 11, 12)
 #: For what comes at once or never.
 PATIENCE_S = 20.0
 NGRAM = SpeculativeConfig("ngram", 8)
-LIMITS = SchedulerLimits(
-    max_num_seqs=2,
-    max_num_batched_tokens=64,
-    longest_chunk=16,
-    block_size=8,
-    num_blocks=8,
-    num_host_blocks=8,
-    num_idle_host_blocks=0,
-    max_model_len=64,
-    num_speculative_tokens=8,
-    adaptive_drafts=True,
-    reads=StepReads(32),
-    busy_rows=32,
-    usual_rows=16,
-    lookahead_slots=0,
-    lookahead_tokens=0,
-    sliding_window=0,
-    enable_prefix_caching=True,
-    cache_emitted_blocks=True,
-    num_kept_states=0,
-)
+LIMITS = make_limits(max_num_seqs=2, block_size=8, num_blocks=8)
 
 
 class FakeProcess:

@@ -293,14 +293,6 @@ def test_what_has_no_head_takes_no_option_of_heads(method, name, value):
     assert f'leave "{name}" out' in caught.value.remedy
 
 
-@pytest.mark.parametrize(("value", "cause"), [("int4", "='int4' is not"), (8, "wrong type")])
-def test_other_quantizations_are_refused(value, cause):
-    given = {"method": "mtp", "num_speculative_tokens": 2, "quantization": value}
-    with pytest.raises(ConfigError, match=cause) as caught:
-        SpeculativeConfig.parse(given)
-    assert caught.value.remedy
-
-
 def test_suffix_drafts_as_far_as_it_matches_unless_told_otherwise():
     assert SpeculativeConfig.parse({"method": "suffix"}).num_speculative_tokens == 24
     deep = {"method": "suffix", "suffix_decoding_max_tree_depth": 32}
@@ -370,6 +362,11 @@ def test_a_cascade_may_draft_more_than_its_model():
         ({"cascade": "ngram", "num_speculative_tokens": 65, "cascade_model_tokens": 2}, "=65"),
         ({"cascade": 3}, "cascade=3 is of the wrong type"),
         ({"suffix_decoding_min_token_prob": "a"}, "wrong type"),
+        ({"method": "mtp", "model": None, "quantization": "int4"}, "quantization='int4' is not"),
+        (
+            {"method": "mtp", "model": None, "quantization": 8},
+            "quantization=8 is of the wrong type",
+        ),
     ],
 )
 def test_what_means_nothing_is_refused(changes, cause):

@@ -123,6 +123,7 @@ def test_the_edges_of_each_range_are_possible(name, value):
 def test_values_beyond_are_refused_by_name(name, value):
     with pytest.raises(RequestError, match=f"^{name}=.* is not possible") as caught:
         SamplingParams(**{name: value})
+    assert caught.value.param == name
     assert caught.value.remedy.startswith(("use", "map"))
 
 
@@ -175,18 +176,17 @@ def test_negative_seeds_are_seeds_too(given, seed):
     assert SamplingParams(seed=given).seed == seed
 
 
-def test_an_error_names_its_parameter():
-    for name, value in (("temperature", -1), ("stop", [""]), ("max_tokens", 0), ("logprobs", 21)):
-        with pytest.raises(RequestError, match=name) as caught:
-            SamplingParams(**{name: value})
-        assert caught.value.param == name
-    assert str(caught.value).endswith("from 0 to 20")
-    with pytest.raises(
-        RequestError, match="integer from -9223372036854775808 to 9223372036854775807"
-    ):
-        SamplingParams(seed=2**63)
-    with pytest.raises(RequestError, match="integer of at least 1"):
-        SamplingParams(max_tokens=0)
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("logprobs", 21, "from 0 to 20"),
+        ("seed", 2**63, "integer from -9223372036854775808 to 9223372036854775807"),
+        ("max_tokens", 0, "integer of at least 1"),
+    ],
+)
+def test_an_error_tells_what_is_possible(name, value, told):
+    with pytest.raises(RequestError, match=f"{told}$"):
+        SamplingParams(**{name: value})
 
 
 @pytest.mark.parametrize("seed", [0, 1, 42, 2**63 - 1])
@@ -198,7 +198,6 @@ def test_derived_seeds_are_distinct_in_range_and_fixed():
     derived = [derive_seed(seed, index) for seed in range(100) for index in range(1, 20)]
     assert len(set(derived)) == len(derived)
     assert all(0 <= seed < 2**63 for seed in derived)
-    assert derive_seed(42, 1) == derive_seed(42, 1)
     assert derive_seed(1, 11) != derive_seed(11, 1)
 
 

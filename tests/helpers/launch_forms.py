@@ -115,8 +115,8 @@ def _of_argument(value, is_free: bool):
     return type(value).__name__
 
 
-def write_shapes(directory: Path, name: str, changes: dict) -> None:
-    """Write config.json of a published model, and of its EAGLE-3 head, of few layers."""
+def write_shapes(directory: Path, name: str, changes: dict) -> Path:
+    """Write config.json of a published model, and beside it of its EAGLE-3 head, of few layers."""
     with imported("under_load", "shapes") as modules:
         shapes = modules.shapes.SHAPES
     for folder in (name, f"eagle3-{name}"):
@@ -124,6 +124,7 @@ def write_shapes(directory: Path, name: str, changes: dict) -> None:
             (directory / folder).mkdir()
             text = json.dumps(_few_layers(shapes[folder] | changes))
             (directory / folder / "config.json").write_text(text)
+    return directory / name
 
 
 def _few_layers(config: dict) -> dict:

@@ -20,7 +20,7 @@ from sametoken.ops.cache_types import PagedKV
 MODULUS = 1_000_003
 
 
-def toy_config(vocab_size: int, max_positions: int = 512) -> ModelConfig:
+def toy_config(vocab_size: int) -> ModelConfig:
     return ModelConfig(
         architecture="ToyForCausalLM",
         vocab_size=vocab_size,
@@ -31,7 +31,7 @@ def toy_config(vocab_size: int, max_positions: int = 512) -> ModelConfig:
         num_kv_heads=1,
         head_dim=1,
         rms_norm_eps=0.0,
-        max_position_embeddings=max_positions,
+        max_position_embeddings=512,
         rope={},
         tie_word_embeddings=False,
         attention_bias=False,

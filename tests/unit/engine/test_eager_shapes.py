@@ -156,13 +156,12 @@ def test_start_up_compiles_the_attention_of_every_chip(heads, dtype, engine):
 )
 def test_start_up_compiles_expanded_prompts_of_any_length(tmp_path, heads, engine):
     """Chunks of any rows that see any context, alone or after windows and other chunks."""
-    write_shapes(
-        tmp_path, "glm-4.7-flash", {"num_attention_heads": heads, "num_key_value_heads": heads}
-    )
+    changes = {"num_attention_heads": heads, "num_key_value_heads": heads}
+    path = write_shapes(tmp_path, "glm-4.7-flash", changes)
     max_num_seqs, _, max_rows, max_len = engine
     draw = random.Random(0)
     with recorded() as forms:
-        step = step_on_meta(tmp_path / "glm-4.7-flash", None, max_num_seqs, max_len)
+        step = step_on_meta(path, None, max_num_seqs, max_len)
         shapes = expanded_shapes(max_rows, step, torch.bfloat16)
         # Also of an engine that returns the experts of its tokens.
         recording = replace(step, model=StandIn(step.model))
@@ -188,10 +187,9 @@ def test_start_up_compiles_expanded_prompts_of_any_length(tmp_path, heads, engin
 )
 def test_start_up_compiles_what_steps_with_chunks_launch(tmp_path, name, own):
     engine, draw = (4, 0, 1024, 2000), random.Random(0)
-    write_shapes(tmp_path, name, {})
+    path = write_shapes(tmp_path, name, {})
     with recorded() as forms:
-        step = step_on_meta(tmp_path / name, None, 4, 2000)
-        step = replace(step, fast_form=FastForm(66, FAST_ROWS))
+        step = replace(step_on_meta(path, None, 4, 2000), fast_form=FastForm(66, FAST_ROWS))
         run_on_meta(step, compiled_shapes(engine))
         compiled = set(forms)
         for _ in range(20):
@@ -236,8 +234,7 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
     ids=str,
 )
 def test_start_up_compiles_every_kernel_of_a_step(tmp_path, name, method, engine, changes):
-    write_shapes(tmp_path, name, changes)
-    start_and_run(tmp_path, name, method, engine)
+    start_and_run(tmp_path, name, method, engine, changes)
 
 
 @pytest.mark.parametrize(
@@ -250,14 +247,14 @@ def test_start_up_compiles_every_kernel_of_latents_in_float8(
 ):
     """By Triton's kernels, as on other chips, which have a form for many prompts of few tokens."""
     monkeypatch.setattr(latent_hopper, "serves", lambda *_: False)
-    write_shapes(tmp_path, "glm-4.7-flash", changes)
-    compiled = start_and_run(tmp_path, "glm-4.7-flash", method, engine, FLOAT8, num_steps=200)
+    options = {"stored": FLOAT8, "num_steps": 200}
+    compiled = start_and_run(tmp_path, "glm-4.7-flash", method, engine, changes, **options)
     assert {"_sequential_kernel", "_split_kv_kernel"} <= {kernel for kernel, _ in compiled}
 
 
 def test_start_up_compiles_hopper_s_kernels_of_latents_in_float8(tmp_path):
-    write_shapes(tmp_path, "glm-4.7-flash", {})
-    compiled = start_and_run(tmp_path, "glm-4.7-flash", "mtp", (64, 3, 8192, 33024), FLOAT8)
+    engine = (64, 3, 8192, 33024)
+    compiled = start_and_run(tmp_path, "glm-4.7-flash", "mtp", engine, stored=FLOAT8)
     assert {"pair_rows_kernel", "splits_kernel"} <= {kernel for kernel, _ in compiled}
 
 
@@ -272,7 +269,6 @@ def test_start_up_compiles_hopper_s_kernels_of_latents_in_float8(tmp_path):
 )
 def test_start_up_compiles_every_kernel_of_a_rank(tmp_path, name, method, engine, rank):
     """It divides the drafter too, and exchanges by kernels."""
-    write_shapes(tmp_path, name, {})
     counts = torch.empty(512, dtype=torch.int32, device=META)
     group = PeerGroup(PeerBuffers(rank, (1 << 40, 1 << 41), counts, counts[:1]), [])
     compiled = start_and_run(tmp_path, name, method, engine, parallel=group)
@@ -280,10 +276,10 @@ def test_start_up_compiles_every_kernel_of_a_rank(tmp_path, name, method, engine
 
 
 def start_and_run(
-    tmp_path, name, method, engine, stored=torch.bfloat16, *, num_steps: int = 24, **options
+    tmp_path, name, method, engine, changes=None, *, num_steps: int = 24, **options
 ) -> set:
     """What start-up compiles, which has to be all that steps launch."""
-    spec = None
+    path, spec = write_shapes(tmp_path, name, changes or {}), None
     if method:
         head = tmp_path / f"eagle3-{name}" if method == "eagle3" else None
         model = None if head is None else str(head)
@@ -291,7 +287,7 @@ def start_and_run(
     with recorded() as forms:
         sizes = engine[0], engine[3]
         spec = complete_drafter(spec)[0]
-        step = step_on_meta(tmp_path / name, spec, *sizes, stored=stored, **options)
+        step = step_on_meta(path, spec, *sizes, **options)
         run_on_meta(step, compiled_shapes(engine, all_states=step.all_states))
         run_on_meta(step, many_tile_shapes(engine[0], step))
         compiled = set(forms)

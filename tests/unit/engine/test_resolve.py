@@ -39,7 +39,7 @@ from sametoken.ops.cache_types import (
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 from sametoken.types.units import in_units
 
-MODEL = toy_config(11, max_positions=512)
+MODEL = toy_config(11)
 BLOCK = 16
 CPU = torch.device("cpu")
 # 2 (keys, values) * 2 layers * 4 heads * 16 tokens * 8 elements * 2 bytes

@@ -147,8 +147,8 @@ def peak_and_planned(
 @pytest.mark.parametrize("stored", [torch.bfloat16, FLOAT8])
 def test_a_small_step_on_a_gpu_takes_no_more_than_planned(tmp_path, name, changes, stored):
     """Partial results of long requests are what it has most of, in chunks of a few rows."""
-    write_shapes(tmp_path, name, changes)
-    peak, planned = peak_and_planned(tmp_path / name, 33023, stored=stored)
+    path = write_shapes(tmp_path, name, changes)
+    peak, planned = peak_and_planned(path, 33023, stored=stored)
     assert peak <= planned <= 1.1 * peak
 
 
@@ -156,20 +156,18 @@ def test_a_small_step_on_a_gpu_takes_no_more_than_planned(tmp_path, name, change
 @pytest.mark.parametrize("heads", [20, 2])
 def test_an_expanded_prompt_on_a_gpu_takes_no_more_than_planned(tmp_path, heads, stored):
     """Keys and values of as many heads as fit in a bound, or of all."""
-    write_shapes(
-        tmp_path, "glm-4.7-flash", {"num_attention_heads": heads, "num_key_value_heads": heads}
-    )
+    changes = {"num_attention_heads": heads, "num_key_value_heads": heads}
+    path = write_shapes(tmp_path, "glm-4.7-flash", changes)
     chunks = [ExpandedChunk(0, 0, 256, stop) for stop in (52_000, 70_000)]
     fast = [StepShape(1, 256, 1, 0, 1, 256, expanded=(chunk,)) for chunk in chunks]
-    peak, planned = peak_and_planned(tmp_path / "glm-4.7-flash", 70_000, fast=fast, stored=stored)
+    peak, planned = peak_and_planned(path, 70_000, fast=fast, stored=stored)
     assert peak <= planned <= 1.2 * peak
 
 
 @pytest.mark.parametrize("name", ["qwen35-9b", "lightning-30b-a3b"])
 def test_chunks_of_few_rows_on_a_gpu_take_no_more_than_planned(tmp_path, name):
     """Each has room for a whole one. A large vocabulary's logits would take more."""
-    write_shapes(tmp_path, name, {})
-    path = tmp_path / name / "config.json"
+    path = write_shapes(tmp_path, name, {}) / "config.json"
     config = json.loads(path.read_text())
     config.get("text_config", config)["vocab_size"] = 1000
     path.write_text(json.dumps(config))

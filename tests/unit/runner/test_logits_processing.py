@@ -86,8 +86,8 @@ def coarse_logits(count, seed):
     return torch.randint(-12, 13, (count, VOCAB_SIZE), generator=generator).float() / 4
 
 
-def random_logits(count, vocab_size):
-    return torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
+def random_logits(count):
+    return torch.randn(count, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) * 3
 
 
 def oracle(logits, row, num_drafts):
@@ -225,7 +225,7 @@ def test_log_probabilities_are_of_raw_logits_for_those_who_asked(steps):
         Row((1,), drafts=(3,), params=biased),
         Row((1,), params=sampled),
     ]
-    case, raw = case_of(rows), random_logits(6, 9)
+    case, raw = case_of(rows), random_logits(6)
     ran = case.run(raw, steps=steps)
     assert ran.buffer.logprobs.owner.tolist() == [1, 1, 2]
     assert ran.buffer.logprobs.top_ids.shape == (3, 2)
@@ -253,7 +253,7 @@ def test_processed_log_probabilities_are_of_what_tokens_are_chosen_from(steps):
         Row((1,), drafts=(3,), params=biased),
         Row((1, 5), output=(2,), params=sampled),
     ]
-    case, raw = case_of(rows), random_logits(6, 9)
+    case, raw = case_of(rows), random_logits(6)
     ran = case.run(raw, steps=steps, logprobs_mode="processed_logprobs")
     first, second, third = (row.logprobs for row in ran.buffer.read(case.plan).requests)
     assert first is None
@@ -270,7 +270,7 @@ ALLOWED = [0, 2, 3, 4, 6, 7]
 def test_a_request_that_has_left_widens_nothing():
     case = case_of([Row((1,), params=SamplingParams(temperature=0.0, logprobs=1))])
     case.table.admit(Admission(0, (1,), 0, SamplingParams(temperature=0.0, logprobs=7)))
-    ran = case.run(random_logits(1, 9))
+    ran = case.run(random_logits(1))
     assert ran.buffer.logprobs.top_ids.shape == (1, 1)
 
 

@@ -6,9 +6,8 @@ from sametoken.runner.async_output import split_by_owner
 from sametoken.sampling.logprobs import ScoredRows, log_probabilities, score_tokens
 
 
-def random_logits(count, vocab_size, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, vocab_size, generator=generator) * 3
+def random_logits(count, vocab_size):
+    return torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
 
 
 def test_scores_are_log_softmax_with_ranks_from_one():

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from helpers.checkpoints import LLAMA
+from helpers.checkpoints import LLAMA, write_config
 from sametoken.bench.workload import RequestSource, Workload
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
-
-
-def write_config(directory: Path) -> Path:
-    """A model without weights, for ``load_format="dummy"``."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
-    return directory
 
 
 def tiny_engine(directory: Path, **ngram):

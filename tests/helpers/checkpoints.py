@@ -201,9 +201,15 @@ def write_eagle1_speculators(directory: Path, tensors: dict[str, torch.Tensor], 
     return write_checkpoint(directory, config | changes, renamed)
 
 
-def write_checkpoint(directory: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Path:
+def write_config(directory: Path, config: dict = LLAMA, **changes) -> Path:
+    """A model without weights, for ``load_format="dummy"``."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (directory / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
+    return directory
+
+
+def write_checkpoint(directory: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Path:
+    write_config(directory, config)
     save_file(
         {name: t.contiguous() for name, t in tensors.items()}, directory / "model.safetensors"
     )

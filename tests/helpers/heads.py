@@ -5,12 +5,10 @@ And what they are defined as, in plain PyTorch over a whole sequence.
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
-from helpers.checkpoints import HIDDEN, LLAMA, VOCAB
+from helpers.checkpoints import HIDDEN, VOCAB, write_config
 from helpers.forward import kept_at
 from helpers.recurrent import poison
 from helpers.rows import ragged_rows
@@ -136,7 +134,7 @@ def require_target_of_its_sizes(checkpoint, write, width: str, directory) -> Non
         write: writes a head of the sizes of ``LLAMA`` to a directory, with changed settings.
         width: the head's setting that tells the target's.
     """
-    (directory / "config.json").write_text(json.dumps(LLAMA))
+    write_config(directory)
     for name, size, message in (
         ("vocab_size", 31, "31 tokens, the target has 23"),
         (width, 48, "48 hidden elements, the target has 16"),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 from types import SimpleNamespace
 
 import pytest
 
 from helpers.bench_engine import tiny_engine, tiny_requests
 from helpers.chat_model import byte_tokenizer
-from helpers.checkpoints import LLAMA
+from helpers.checkpoints import write_config
 from sametoken.bench.measure import Trace, Window, measure, token_texts
 from sametoken.bench.workload import RequestSource, Workload
 from sametoken.config import EngineConfig
@@ -143,9 +142,7 @@ def test_nan_ends_the_measurement():
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("dummy")
-    (directory / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 256}))
-    return directory
+    return write_config(tmp_path_factory.mktemp("dummy"), max_position_embeddings=256)
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 3])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from helpers.adapters import write_stacks
 from helpers.calculator import NGRAM
-from helpers.checkpoints import LLAMA
+from helpers.checkpoints import write_config
 from helpers.families import write_family
 from helpers.hybrids import hybrid_config
 from helpers.nemotron import nemotron_config
@@ -84,14 +83,8 @@ SUPER = {
 }
 
 
-def write_config(directory, config: dict, **changes) -> str:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config | changes))
-    return str(directory)
-
-
 def config(path, spec: dict | None = None, **options) -> EngineConfig:
-    return EngineConfig.from_options(model=path, speculative_config=spec, **options)
+    return EngineConfig.from_options(model=str(path), speculative_config=spec, **options)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -126,25 +119,23 @@ def test_a_request_of_nemotron_s_super_holds_168_mb_of_state(tmp_path):
 
 
 def cases(tmp_path):
-    llama = write_config(tmp_path / "llama", LLAMA)
-    tied = write_config(tmp_path / "tied", LLAMA, tie_word_embeddings=True)
-    hybrid = write_config(
-        tmp_path / "hybrid", hybrid_config("qwen3_next", max_position_embeddings=64)
-    )
-    nemotron = write_config(
-        tmp_path / "nemotron", nemotron_config(moe_latent_size=6), max_position_embeddings=64
-    )
-    eagle = write_config(tmp_path / "eagle", LLAMA, num_hidden_layers=2)
-    eagle3 = write_config(tmp_path / "eagle3", LLAMA, num_hidden_layers=1, draft_vocab_size=9)
+    llama = write_config(tmp_path / "llama")
+    tied = write_config(tmp_path / "tied", tie_word_embeddings=True)
+    positions = {"max_position_embeddings": 64}
+    hybrid = write_config(tmp_path / "hybrid", hybrid_config("qwen3_next"), **positions)
+    nemotron = nemotron_config(moe_latent_size=6)
+    nemotron = write_config(tmp_path / "nemotron", nemotron, **positions)
+    eagle = write_config(tmp_path / "eagle", num_hidden_layers=2)
+    eagle3 = write_config(tmp_path / "eagle3", num_hidden_layers=1, draft_vocab_size=9)
     return {
         "plain": (tied, None),
         "ngram": (hybrid, {"method": "ngram", "num_speculative_tokens": 5}),
         "draft_model": (
             llama,
-            {"method": "draft_model", "model": hybrid, "num_speculative_tokens": 2},
+            {"method": "draft_model", "model": str(hybrid), "num_speculative_tokens": 2},
         ),
-        "eagle": (llama, {"method": "eagle", "model": eagle, "num_speculative_tokens": 3}),
-        "eagle3": (tied, {"method": "eagle3", "model": eagle3, "num_speculative_tokens": 3}),
+        "eagle": (llama, {"method": "eagle", "model": str(eagle), "num_speculative_tokens": 3}),
+        "eagle3": (tied, {"method": "eagle3", "model": str(eagle3), "num_speculative_tokens": 3}),
         "mtp": (hybrid, {"method": "mtp", "num_speculative_tokens": 3}),
         "nemotron": (nemotron, {"method": "mtp", "num_speculative_tokens": 5}),
     }
@@ -254,7 +245,7 @@ def test_a_gpu_s_step_expands_a_matrix_in_four_bits(tmp_path, monkeypatch):
     packed |= {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
     sizes = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 32}
     asked = config(
-        write_config(tmp_path, LLAMA, **sizes, quantization_config=packed),
+        write_config(tmp_path, **sizes, quantization_config=packed),
         dtype="bfloat16",
         max_num_seqs=2,
         max_num_batched_tokens=512,
@@ -280,7 +271,7 @@ def test_speculation_is_what_a_request_takes_beyond_plain_decoding(tmp_path):
 
 
 def test_what_no_engine_takes_is_refused_here_too(tmp_path):
-    llama = write_config(tmp_path / "llama", LLAMA)
+    llama = write_config(tmp_path / "llama")
     with pytest.raises(ConfigError, match="above the model's 64"):
         measure_memory(config(llama, max_model_len=65))
     with pytest.raises(ConfigError, match="neither latent attention"):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 import torch
 
-from helpers.checkpoints import HIDDEN, LLAMA, VOCAB, write_llama
+from helpers.checkpoints import HIDDEN, LLAMA, VOCAB, write_config, write_llama
 from helpers.hybrids import EXPERTS, hybrid_config
 from helpers.nemotron import nemotron_config
 from helpers.state_heads import WIDTH, write_mlp
@@ -30,12 +29,6 @@ OPTIONS = {
     "device": CPU,
     "max_positions": 16,
 }
-
-
-def write_config(directory, **changes):
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(LLAMA | changes))
-    return directory
 
 
 def elements(method: str, k: int, path, target_path) -> int:
@@ -76,7 +69,7 @@ def test_a_drafter_s_weights_are_read_once_per_pass(tmp_path, k):
 
 
 def test_a_hybrid_draft_model_s_layers_are_those_that_it_has(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(hybrid_config("qwen3_5")))
+    write_config(tmp_path, hybrid_config("qwen3_5"))
     draft = load_model(tmp_path, **OPTIONS, load_format="dummy")
     one_pass = draft.weights_bytes
     if draft.head is not draft.embedding:
@@ -89,8 +82,7 @@ def test_a_hybrid_draft_model_s_layers_are_those_that_it_has(tmp_path):
     [("qwen3_5", 0, 0), ("qwen3_next", 2, 3), ("nemotron_h", 2, 2)],
 )
 def test_a_module_of_the_target_s_is_read_once_per_pass(tmp_path, kind, experts_left, matrices):
-    config = nemotron_config() if kind == "nemotron_h" else hybrid_config(kind)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_config(tmp_path, nemotron_config() if kind == "nemotron_h" else hybrid_config(kind))
     target = load_model(tmp_path, **OPTIONS, load_format="dummy")
     head = MTPCheckpoint(tmp_path, load_format="dummy").load(target, **OPTIONS)
     # Of four experts a row reads two.
@@ -127,7 +119,7 @@ def test_a_step_reads_all_matrices_but_a_table_that_is_only_looked_up(tmp_path, 
 def test_recurrent_state_is_read_and_written_and_attention_layers_alone_have_kv(
     tmp_path, drafts_itself
 ):
-    (tmp_path / "config.json").write_text(json.dumps(hybrid_config("qwen3_5")))
+    write_config(tmp_path, hybrid_config("qwen3_5"))
     spec = SpeculativeConfig("draft_model", 2, str(tmp_path)) if drafts_itself else None
     config = EngineConfig(
         str(tmp_path),
@@ -154,7 +146,7 @@ def test_recurrent_state_is_read_and_written_and_attention_layers_alone_have_kv(
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
 def test_a_quantized_module_is_read_at_a_byte_an_element_but_for_its_experts(tmp_path, kind):
-    (tmp_path / "config.json").write_text(json.dumps(hybrid_config(kind)))
+    write_config(tmp_path, hybrid_config(kind))
     spec = SpeculativeConfig("mtp", 3)
     config = EngineConfig(
         str(tmp_path), load_format="dummy", max_model_len=32, speculative_config=spec
@@ -177,7 +169,7 @@ def test_of_a_head_with_a_token_map_its_rows_are_read(tmp_path, method):
     (tmp_path / "map.json").write_text("[1, 2, 3, 5, 8]")
     model = None
     if method == "mtp":
-        (tmp_path / "config.json").write_text(json.dumps(hybrid_config("qwen3_5")))
+        write_config(tmp_path, hybrid_config("qwen3_5"))
     else:
         write_config(tmp_path)
         model = str(write_config(tmp_path / "head", num_hidden_layers=1))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from helpers.checkpoints import LLAMA
+from helpers.checkpoints import write_config
 from sametoken.bench import roofline, session
 from sametoken.bench.session import Session
 from sametoken.bench.workload import Workload
@@ -17,10 +15,7 @@ from sametoken.errors import ConfigError
 @pytest.fixture
 def target(tmp_path, monkeypatch):
     monkeypatch.setattr(roofline, "CPU_BYTES", 1 << 20)
-    directory = tmp_path / "target"
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(LLAMA))
-    return str(directory)
+    return str(write_config(tmp_path / "target"))
 
 
 def open_session(target, workload, **options):

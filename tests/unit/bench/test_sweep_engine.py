@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from helpers.bench_engine import write_config
+from helpers.checkpoints import write_config
 from sametoken.bench import session as session_module
 from sametoken.bench import sweep_engine
 from sametoken.bench.documents import read_json

@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from helpers.checkpoints import LLAMA
+from helpers.checkpoints import write_config
 from sametoken.bench import documents
 from sametoken.bench import session as session_module
 from sametoken.bench.memory import Memory, SwapLimits
@@ -29,7 +29,7 @@ SYNTHETIC = NGRAM | {
 @pytest.fixture
 def target(tmp_path, monkeypatch):
     """A config without weights, on a machine whose memory is measured at once."""
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    write_config(tmp_path)
     monkeypatch.setattr(session_module, "read_bandwidth", lambda device: Bandwidth(1e9, "a guess"))
     return str(tmp_path)
 
@@ -57,9 +57,7 @@ def test_latency_prints_a_table_for_every_concurrency(target):
 
 
 def test_brackets_of_a_path_are_text(target, tmp_path):
-    model = tmp_path / "a[" / "x]"
-    model.mkdir(parents=True)
-    (model / "config.json").write_text(json.dumps(LLAMA))
+    model = write_config(tmp_path / "a[" / "x]")
     result = run("latency", str(model), *SMALL, "--num-iters", "1")
     assert result.exit_code == 0, result.output
     assert f"loading {model}" in result.stderr
@@ -223,7 +221,7 @@ def test_a_state_per_draft_is_shown_beside_what_is_kept():
 
 
 def test_the_command_prints_lines_or_one_object(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    write_config(tmp_path)
     arguments = ["bench", "memory", str(tmp_path), "--max-num-seqs", "2", "--block-size", "16"]
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output

@@ -13,10 +13,10 @@ import torch
 
 from helpers.checkpoints import (
     HIDDEN,
-    LLAMA,
     VOCAB,
     eagle1_tensors,
     head_tensors,
+    write_config,
     write_eagle1,
     write_llama,
     write_safeailab,
@@ -174,8 +174,7 @@ def test_a_drafter_may_have_dummy_weights(tmp_path, target_directory, method):
     changes = {} if method == "draft_model" else {"num_hidden_layers": 1}
     if method == "eagle3":
         changes["draft_vocab_size"] = 9
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes))
-    spec = spec_of(method, tmp_path)
+    spec = spec_of(method, write_config(tmp_path, **changes))
     needs = needs_of_drafter(spec, read_config(target_directory), torch.float32)
     target = load(target_directory, aux_layers=needs.aux_layers)
     placement = replace(PLACEMENT, load_format="dummy")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from helpers import forward
-from helpers.checkpoints import HIDDEN, VOCAB, as_pickle, random_weight, write_llama
+from helpers.checkpoints import HIDDEN, VOCAB, as_pickle, random_weight, write_config, write_llama
 from helpers.drafting import MAX_LEN, Bench, requests_of, require_all_accepted
 from helpers.head_files import PLACEMENT
 from helpers.packed import packed_in
@@ -116,7 +116,7 @@ def as_published(name: str) -> str:
 def in_faster_decoding(directory: Path, target):
     chain = medusa_form(directory, as_published)
     config = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "a/b"}
-    (directory / "config.json").write_text(json.dumps(config))
+    write_config(directory, config)
     return chain
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from helpers.checkpoints import write_config
 from helpers.hybrids import hybrid_config
 from helpers.toy import toy_config
 from sametoken.config import EngineConfig, SpeculativeConfig
@@ -371,7 +371,7 @@ def test_a_latent_is_one_vector_a_token_and_values_may_be_wider_than_keys():
 
 
 def test_the_start_up_report_shows_what_drafts_cost_and_would_cost(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(hybrid_config("qwen3_5")))
+    write_config(tmp_path, hybrid_config("qwen3_5"))
     spec = {"method": "ngram", "num_speculative_tokens": 8}
     options = {"load_format": "dummy", "num_kv_blocks": 8, "max_num_seqs": 2, "device": "cpu"}
     config = EngineConfig.from_options(model=str(tmp_path), speculative_config=spec, **options)

@@ -11,10 +11,6 @@ from helpers.lookups import slow_lookup
 from sametoken.ops.lookup.ngram import lookup
 
 
-def every_slot(num_tokens: torch.Tensor) -> torch.Tensor:
-    return torch.arange(num_tokens.shape[0])
-
-
 @st.composite
 def histories(draw):
     vocab = draw(st.sampled_from([1, 2, 3, 7]))
@@ -41,7 +37,7 @@ def test_drafts_are_those_of_the_definition(rows, min_length, extra, k, garbage)
     token_ids, num_tokens = table(rows, garbage)
     ids, count = lookup(
         token_ids,
-        every_slot(num_tokens),
+        torch.arange(len(rows)),
         num_tokens,
         min_length=min_length,
         max_length=min_length + extra,
@@ -61,47 +57,36 @@ def test_nothing_above_the_length_is_read(rows, k, fill):
     other = token_ids.masked_fill(above, fill)
     arguments = {"min_length": 1, "max_length": 5, "k": k}
     for mine, theirs in zip(
-        lookup(token_ids, every_slot(num_tokens), num_tokens, **arguments),
-        lookup(other, every_slot(num_tokens), num_tokens, **arguments),
+        lookup(token_ids, torch.arange(len(rows)), num_tokens, **arguments),
+        lookup(other, torch.arange(len(rows)), num_tokens, **arguments),
         strict=True,
     ):
         assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "bounds", "k", "drafts"),
+    ("tokens", "min_length", "max_length", "k", "drafts"),
     [
         # The documented example of vLLM's drafter.
-        ([1, 2, 3, 4, 2, 3], (2, 3), 4, [4, 2, 3]),
-        ([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3], (1, 3), 2, [4, 1]),
-        ([9, 2, 4, 1, 2, 5, 1, 2], (1, 3), 2, [5, 1]),
-        ([1, 2, 3], (1, 3), 4, []),
-        ([7, 7, 7, 7], (1, 3), 64, [7]),
-        ([7], (1, 3), 4, []),
-        ([1, 2, 1, 3, 2], (2, 3), 4, []),
+        ([1, 2, 3, 4, 2, 3], 2, 3, 4, [4, 2, 3]),
+        ([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3], 1, 3, 2, [4, 1]),
+        ([9, 2, 4, 1, 2, 5, 1, 2], 1, 3, 2, [5, 1]),
+        ([1, 2, 3], 1, 3, 4, []),
+        ([7, 7, 7, 7], 1, 3, 64, [7]),
+        ([7], 1, 3, 4, []),
+        ([1, 2, 1, 3, 2], 2, 3, 4, []),
     ],
     ids=["vllm", "earliest", "longest", "none", "overlap", "single", "too-short"],
 )
-def test_named_cases(tokens, bounds, k, drafts):
-    ids, count = lookup(
-        torch.tensor([tokens]),
-        torch.tensor([0]),
-        torch.tensor([len(tokens)]),
-        min_length=bounds[0],
-        max_length=bounds[1],
-        k=k,
-    )
+def test_named_cases(tokens, min_length, max_length, k, drafts):
+    options = {"min_length": min_length, "max_length": max_length, "k": k}
+    rows = torch.tensor([tokens])
+    ids, count = lookup(rows, torch.tensor([0]), torch.tensor([len(tokens)]), **options)
     assert ids[0, : int(count)].tolist() == drafts
 
 
 def test_an_empty_batch_is_no_special_case():
-    ids, count = lookup(
-        torch.zeros((3, 8), dtype=torch.int64),
-        torch.zeros(0, dtype=torch.int64),
-        torch.zeros(0, dtype=torch.int64),
-        min_length=1,
-        max_length=3,
-        k=4,
-    )
+    none = torch.zeros(0, dtype=torch.int64)
+    ids, count = lookup(none.new_zeros(3, 8), none, none, min_length=1, max_length=3, k=4)
     assert ids.shape == (0, 4)
     assert count.shape == (0,)

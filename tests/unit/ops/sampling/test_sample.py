@@ -122,7 +122,10 @@ def test_equal_values_give_the_lowest_id(monkeypatch):
     logits = torch.zeros(2, 4000)
     logits[:, [1234, 77, 3999]] = 2.0
     zero = torch.zeros(2, dtype=torch.int64)
-    assert sample(logits, torch.tensor([0.0, 1.0]), zero, zero).tolist() == [77, 77]
+    rows = torch.tensor([0.0, 1.0]), zero, zero
+    assert sample(logits, *rows).tolist() == [77, 77]
+    logits, token_ids = torch.tensor([[1.0, 2.0, 0.0, 2.0]] * 2), torch.tensor([3, 10, 11, 90])
+    assert sample(logits, *rows, token_ids).tolist() == [10, 10]
 
 
 @pytest.mark.parametrize(("columns", "vocab_size"), [(1, 9), (7, 8), (40, 40), (501, 4099)])
@@ -135,16 +138,6 @@ def test_mapped_columns_choose_what_the_whole_vocabulary_chooses(columns, vocab_
     full[:, token_ids] = logits
     found = sample(logits, temperature, seeds, positions, token_ids)
     assert torch.equal(found, sample(full, temperature, seeds, positions))
-
-
-def test_equal_values_of_mapped_columns_give_the_lowest_id(monkeypatch):
-    monkeypatch.setattr(
-        reference, "gumbel_noise", lambda seeds, positions, size: torch.zeros(len(seeds), size)
-    )
-    logits, zero = torch.tensor([[1.0, 2.0, 0.0, 2.0]] * 2), torch.zeros(2, dtype=torch.int64)
-    token_ids = torch.tensor([3, 10, 11, 90])
-    found = sample(logits, torch.tensor([0.0, 1.0]), zero, zero, token_ids)
-    assert found.tolist() == [10, 10]
 
 
 def test_greedy_rows_make_no_noise_and_logits_are_not_written(monkeypatch):

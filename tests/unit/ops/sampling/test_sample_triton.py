@@ -11,13 +11,10 @@ from sametoken.ops.backend import SampledRows
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.sampling import sample as reference
 from sametoken.ops.sampling import sample_triton as sampling
-from sametoken.ops.sampling.sample import (
-    has_nan,
-    has_no_valid_token,
-    token_of,
-)
+from sametoken.ops.sampling.sample import has_nan, has_no_valid_token, token_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TEMPERATURES = [0.0, 0.7, 1.0, 0.0, 2.5]
 SEEDS = [0, 1, 2**31, 2**32 + 5, 2**63 - 1]
 POSITIONS = [0, 1, 77, 2**31 + 3, 2**33 + 1]
 
@@ -65,14 +62,9 @@ def test_gumbel_noise_is_right_at_both_ends_of_the_uniform():
     torch.testing.assert_close(noise.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def parameters(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def parameters(rows: int) -> list[torch.Tensor]:
     """Rows that are greedy and rows that sample, side by side."""
-    temperature = torch.tensor([0.0, 0.7, 1.0, 0.0, 2.5])[:rows].to(DEVICE)
-    return (
-        temperature,
-        torch.tensor(SEEDS[:rows]).to(DEVICE),
-        torch.tensor(POSITIONS[:rows]).to(DEVICE),
-    )
+    return [torch.tensor(x[:rows], device=DEVICE) for x in (TEMPERATURES, SEEDS, POSITIONS)]
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 1024, 2500])

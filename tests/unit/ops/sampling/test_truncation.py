@@ -216,13 +216,10 @@ def test_nothing_beyond_the_rows_is_read_or_written(poisoned_memory, kind, vocab
     assert memory[4 * vocab_size :].isnan().all()
 
 
-def test_a_step_without_rows():
+def test_a_step_without_rows(implementation):
     empty = torch.empty(0, 9, device=DEVICE)
-    for implementation in (reference, kernel):
-        assert (
-            truncated(implementation, empty, torch.empty(0).long(), truncation_of(SLOTS)).numel()
-            == 0
-        )
+    after = truncated(implementation, empty, torch.empty(0).long(), truncation_of(SLOTS))
+    assert after.numel() == 0
 
 
 def test_it_compiles_for_a_gpu(tmp_path):

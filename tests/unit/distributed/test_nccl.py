@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 import socket
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -120,18 +120,15 @@ def met(pickled: bytes) -> bytes:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    stores = []
 
-    def trainer() -> None:
-        stores.append(torch.distributed.TCPStore("127.0.0.1", port, 2, True, use_libuv=False))
-        stores[0].set("broadcast_from/0/0", pickled)
+    def trainer() -> torch.distributed.TCPStore:
+        store = torch.distributed.TCPStore("127.0.0.1", port, 2, True, use_libuv=False)
+        store.set("broadcast_from/0/0", pickled)
+        return store
 
-    thread = threading.Thread(target=trainer)
-    thread.start()
-    try:
+    with ThreadPoolExecutor() as pool:
+        _kept = pool.submit(trainer)
         return read_unique_id("127.0.0.1", port, 2, 20.0)
-    finally:
-        thread.join()
 
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])

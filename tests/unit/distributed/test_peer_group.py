@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -86,19 +87,13 @@ def met(monkeypatch, tmp_path, driver: Driver) -> list[PeerGroup | None]:
     monkeypatch.setattr(module.torch, "zeros", lambda size, dtype, **where: _zeros(size))
     monkeypatch.setattr(module, "_driver", lambda: driver)
     monkeypatch.setattr(module, "_exchanges_rightly", exchanges)
-    groups: dict[int, PeerGroup | None] = {}
 
-    def meet(rank: int) -> None:
+    def meet(rank: int) -> PeerGroup | None:
         driver.be(rank)
-        store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
-        groups[rank] = peer_group(rank, 2, store)
+        return peer_group(rank, 2, torch.distributed.FileStore(str(tmp_path / "store"), 2))
 
-    threads = [threading.Thread(target=meet, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return [groups[0], groups[1]]
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(meet, range(2), timeout=30))
 
 
 def test_ranks_that_reach_each_other_write_into_buffers_that_all_have_open(monkeypatch, tmp_path):

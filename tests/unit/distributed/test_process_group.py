@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -25,14 +25,10 @@ def groups():
     return joined(2)
 
 
-def both(work) -> list:
-    """What ``work(rank)`` returns on the two ranks."""
-    results = {}
-    other = threading.Thread(target=lambda: results.update({1: work(1)}), daemon=True)
-    other.start()
-    results[0] = work(0)
-    other.join(30)
-    return [results[0], results[1]]
+def on_ranks(work, size: int = 2) -> list:
+    """What ``work(rank)`` returns on each."""
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(work, range(size), timeout=30))
 
 
 def tensor(rank, dtype):
@@ -47,8 +43,8 @@ def tensor(rank, dtype):
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]
 )
 def test_bits_arrive_as_they_are(groups, dtype):
-    gathered = both(lambda rank: groups[rank].gather(tensor(rank, dtype)))
-    shared = both(lambda rank: groups[rank].broadcast(tensor(rank, dtype)))
+    gathered = on_ranks(lambda rank: groups[rank].gather(tensor(rank, dtype)))
+    shared = on_ranks(lambda rank: groups[rank].broadcast(tensor(rank, dtype)))
     expected = torch.stack((tensor(0, dtype), tensor(1, dtype)))
     for rank in range(2):
         assert gathered[rank].dtype == dtype
@@ -59,21 +55,21 @@ def test_bits_arrive_as_they_are(groups, dtype):
 
 def test_what_was_given_is_left_alone(groups):
     x = [torch.zeros(3), torch.ones(3)]
-    both(lambda rank: groups[rank].broadcast(x[rank]))
+    on_ranks(lambda rank: groups[rank].broadcast(x[rank]))
     assert x[1].tolist() == [1, 1, 1]
 
 
 def test_columns_of_a_larger_tensor(groups):
-    found = both(lambda rank: groups[rank].gather(torch.arange(12).view(3, 4)[:, rank::2]))
+    found = on_ranks(lambda rank: groups[rank].gather(torch.arange(12).view(3, 4)[:, rank::2]))
     assert found[1].tolist() == [[[0, 2], [4, 6], [8, 10]], [[1, 3], [5, 7], [9, 11]]]
-    shared = both(lambda rank: groups[rank].broadcast(torch.arange(12).view(3, 4)[:, rank::2]))
+    shared = on_ranks(lambda rank: groups[rank].broadcast(torch.arange(12).view(3, 4)[:, rank::2]))
     assert shared[1].tolist() == [[0, 2], [4, 6], [8, 10]]
 
 
 def test_single_elements_of_a_larger_tensor(groups):
-    found = both(lambda rank: groups[rank].gather(torch.arange(12).view(3, 4)[rank::3, 3::4]))
+    found = on_ranks(lambda rank: groups[rank].gather(torch.arange(12).view(3, 4)[rank::3, 3::4]))
     assert [one.tolist() for one in found] == [[[[3]], [[7]]]] * 2
-    shared = both(lambda rank: groups[rank].broadcast(torch.arange(12)[6 + rank :: 6]))
+    shared = on_ranks(lambda rank: groups[rank].broadcast(torch.arange(12)[6 + rank :: 6]))
     assert [one.tolist() for one in shared] == [[6], [6]]
 
 
@@ -84,29 +80,18 @@ def test_nothing_is_no_copy(groups):
 
 def test_giving_up_on_a_cpu_is_left_to_the_sockets(groups):
     groups[0].abort()
-    assert both(lambda rank: groups[rank].broadcast(torch.tensor(rank)).item()) == [0, 0]
+    assert on_ranks(lambda rank: groups[rank].broadcast(torch.tensor(rank)).item()) == [0, 0]
 
 
 def test_three_ranks():
     """What is gathered is more than a buffer."""
-    groups, found = joined(3), {}
+    groups = joined(3)
 
     def work(rank):
-        found[rank] = (
-            groups[rank].gather(torch.full((300_000,), rank)),
-            groups[rank].broadcast(torch.tensor(rank)),
-        )
+        gathered = groups[rank].gather(torch.full((300_000,), rank))
+        return gathered[:, ::299_999].tolist(), groups[rank].broadcast(torch.tensor(rank))
 
-    others = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in (1, 2)]
-    for other in others:
-        other.start()
-    work(0)
-    for other in others:
-        other.join(30)
-    for gathered, shared in found.values():
-        assert gathered[:, ::299_999].tolist() == [[0, 0], [1, 1], [2, 2]]
-        assert shared == 0
-    assert len(found) == 3
+    assert on_ranks(work, 3) == [([[0, 0], [1, 1], [2, 2]], 0)] * 3
 
 
 def test_a_rank_that_has_ended_ends_the_collectives_of_the_others():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -33,10 +33,7 @@ class Watched(ToyModel):
 def test_a_step_records_nothing_for_autograd(steps_in_flight):
     model = Watched()
     core = build(model, Shape(steps_in_flight=steps_in_flight))
-    ran: list = []
-    asked = [request("r", (1, 2, 3), max_tokens=4)]
-    thread = threading.Thread(target=lambda: ran.append(run(core, asked)))
-    thread.start()
-    thread.join()
-    assert len(ran[0].tokens["r"]) == 4
+    with ThreadPoolExecutor() as pool:
+        ran = pool.submit(run, core, [request("r", (1, 2, 3), max_tokens=4)]).result()
+    assert len(ran.tokens["r"]) == 4
     assert all(logits.is_inference() for logits in model.logits)

@@ -19,12 +19,6 @@ def _case(num_rows: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return last.requires_grad_(), weight.requires_grad_(), probabilities, counted
 
 
-def _all_at_once(last: Tensor, weight: Tensor, probabilities: Tensor, counted: Tensor) -> Tensor:
-    logits = last @ weight.T
-    losses = -(probabilities * logits.log_softmax(-1)).sum(-1)
-    return losses[counted].sum() / max(int(counted.sum()), 1)
-
-
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (5, 13), (33, 130)])
 @pytest.mark.parametrize("logits_at_once", [1, 400, 2**20])
 def test_loss_gradients_and_choices(
@@ -33,9 +27,11 @@ def test_loss_gradients_and_choices(
     monkeypatch.setattr(objectives, "_CPU_LOGITS", logits_at_once)
     last, weight, probabilities, counted = _case(num_rows, width)
     loss, chosen = verify_rows(last, weight, probabilities, counted)
-    wanted = _all_at_once(last, weight, probabilities, counted)
+    logits = last @ weight.T
+    losses = -(probabilities * logits.log_softmax(-1)).sum(-1)
+    wanted = losses[counted].sum() / max(int(counted.sum()), 1)
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-6)
-    assert torch.equal(chosen, (last @ weight.T).argmax(-1))
+    assert torch.equal(chosen, logits.argmax(-1))
     found = torch.autograd.grad(3.0 * loss, (last, weight))
     expected = torch.autograd.grad(3.0 * wanted, (last, weight))
     for one, other in zip(found, expected, strict=True):

@@ -48,16 +48,11 @@ def hostile(width: int, dtype: torch.dtype) -> torch.Tensor:
     return x
 
 
-def nothing(x: torch.Tensor) -> torch.Tensor | None:
-    return None
-
-
-def other_noise(x: torch.Tensor) -> torch.Tensor:
-    return noise(*x.shape, dtype=x.dtype, seed=5)
-
-
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow|All-NaN slice) encountered")
-@pytest.mark.parametrize("residual_of", [nothing, other_noise, torch.zeros_like])
+@pytest.mark.parametrize(
+    "residual_of",
+    [lambda x: None, lambda x: noise(*x.shape, dtype=x.dtype, seed=5), torch.zeros_like],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("width", [1, 64, 99, 576, 1500])
 def test_a_norm_that_rounds_is_the_norm_and_then_the_rounding(width, dtype, residual_of):

@@ -25,7 +25,6 @@ from sametoken.ops.reference import ReferenceKernels
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
 native, reference = NativeKernels(), ReferenceKernels()
 
-CPU = torch.device("cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
 SLOTS = 4
 few = settings(FIXED, max_examples=40)

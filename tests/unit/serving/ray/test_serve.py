@@ -169,14 +169,6 @@ def test_a_cluster_that_does_not_answer_is_given_up():
         os.killpg(process.pid, 0)
 
 
-def failing(error: Exception, cause: Exception | None, seen: list[str | None]):
-    def init(**options):
-        seen.append(os.environ.get(ATTEMPTS))
-        raise error from cause
-
-    return init
-
-
 @pytest.mark.parametrize(
     ("address", "error", "cause", "remedy"),
     [
@@ -190,13 +182,18 @@ def failing(error: Exception, cause: Exception | None, seen: list[str | None]):
 def test_an_unreachable_cluster_is_tried_once_and_not_replaced(
     monkeypatch, address, error, cause, remedy, given, tried
 ):
-    seen: list[str | None] = []
+    seen = []
+
+    def fail(**options):
+        seen.append(os.environ.get(ATTEMPTS))
+        raise error from cause
+
     monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.delenv(ATTEMPTS, raising=False)
     if given is not None:
         monkeypatch.setenv(ATTEMPTS, given)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", failing(error, cause, seen))
+    monkeypatch.setattr(ray, "init", fail)
     with pytest.raises(ConfigError, match=remedy) as caught:
         cluster.connect()
     assert str(error) in caught.value.cause

@@ -25,7 +25,6 @@ from sametoken.ops.model.recurrent.rule import FAST_ROWS, STATE_STRIDE
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 
-CPU = torch.device("cpu")
 NUM_SLOTS = 3
 NAN_TOKEN = -1
 RULE = GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, conv_kernel=4)

@@ -18,11 +18,12 @@ routing.create_model_field = cache(routing.create_model_field)
 
 @pytest.fixture
 def serve() -> Callable[..., TestClient]:
-    """A client of an application over a fake engine, given the engine and server options."""
+    """A client of an application over a fake engine: that one, or one that says so."""
     with ExitStack() as stack:
 
-        def start(engine: FakeEngine | None = None, **options) -> TestClient:
-            app = create_app(engine or FakeEngine(), ServerConfig(**options))
+        def start(engine: FakeEngine | str = "hello", **options) -> TestClient:
+            engine = FakeEngine(engine) if isinstance(engine, str) else engine
+            app = create_app(engine, ServerConfig(**options))
             client = TestClient(
                 app, raise_server_exceptions=False, root_path=options.get("root_path", "")
             )

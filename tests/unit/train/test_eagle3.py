@@ -153,12 +153,8 @@ def test_what_was_written_is_taken_back(both):
     assert network.state_scale.eq(1).all()
 
 
-def ignore(_):
-    pass
-
-
-def train(target, output, text, *, head=HEAD, loop=LOOP, report=ignore):
-    return train_eagle3(target, output, text, head, loop, report=report, announce=ignore)
+def train(target, output, text, *, head=HEAD, loop=LOOP, report=print):
+    return train_eagle3(target, output, text, head, loop, report=report, announce=print)
 
 
 def weights(directory):

@@ -48,12 +48,8 @@ def nemotron(tmp_path_factory):
     return write_nemotron(tmp_path_factory.mktemp("nemotron"), 2, vocab_size=61, hidden_size=32)
 
 
-def ignore(_):
-    pass
-
-
-def train(target, output, text, *, loop=LOOP, report=ignore):
-    return train_mtp(target, output, text, MODULE, loop, report=report, announce=ignore)
+def train(target, output, text, *, loop=LOOP, report=print):
+    return train_mtp(target, output, text, MODULE, loop, report=report, announce=print)
 
 
 @pytest.mark.parametrize("family", ["target", "nemotron"])

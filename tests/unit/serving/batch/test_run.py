@@ -298,7 +298,7 @@ def test_lines_get_what_the_server_answers(serve):
     chat = {"messages": [{"role": "user", "content": "hi"}], "model": "toy", "logprobs": True}
     lines = [line(1, prompt="a", model="toy"), line(2, "/v1/chat/completions", **chat)]
     found = answered(FakeEngine("hello"), lines)
-    client = serve(FakeEngine("hello"), served_model_name=("toy",))
+    client = serve(served_model_name=("toy",))
     for name, url, body in (
         ("c1", "/v1/completions", {"prompt": "a"}),
         ("c2", "/v1/chat/completions", chat),

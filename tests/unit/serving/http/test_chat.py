@@ -51,8 +51,7 @@ def harmony(said: str) -> FakeEngine:
 
 def client_of(serve, said: str | FakeEngine = "hello", **server) -> Callable:
     """Posts chats of one question, or of the messages that it is given."""
-    engine = FakeEngine(said) if isinstance(said, str) else said
-    client = serve(engine, **server)
+    client = serve(said, **server)
     return lambda **body: client.post("/v1/chat/completions", json={"messages": USER} | body)
 
 

@@ -23,7 +23,7 @@ TEXT = "héllo wörld 🙂 done"
 USER = [{"role": "user", "content": "hi"}]
 
 
-def client_of(serve, engine=None, **server) -> Callable:
+def client_of(serve, engine="hello", **server) -> Callable:
     """Posts completions of one prompt, or of those that it is given."""
     client = serve(engine, **server)
     return lambda **body: client.post("/v1/completions", json={"prompt": "x"} | body)
@@ -157,7 +157,7 @@ def test_usage_throughout_a_stream(serve):
 
 def test_a_prompt_beyond_the_context_has_openai_s_code(serve):
     """By which clients know that a shorter conversation may fit."""
-    client = serve(FakeEngine())
+    client = serve()
     body = {"role": "user", "content": "x" * 600}
     for path, prompt in (
         ("completions", {"prompt": [1] * 600}),

@@ -21,9 +21,7 @@ def post(path: str, **body) -> AppRequest:
 async def test_an_answer_is_that_of_a_client_on_a_socket(serve):
     app = create_app(FakeEngine("hello"), ServerConfig())
     status, body = await whole_answer(app, post("/v1/completions", prompt="a", max_tokens=9))
-    expected = serve(FakeEngine("hello")).post(
-        "/v1/completions", json={"prompt": "a", "max_tokens": 9}
-    )
+    expected = serve().post("/v1/completions", json={"prompt": "a", "max_tokens": 9})
     assert (status, json.loads(body)["choices"]) == (200, expected.json()["choices"])
 
 

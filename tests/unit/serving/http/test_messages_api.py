@@ -26,8 +26,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 
 
 def post(serve, said: str | FakeEngine, server=None, path=PATH, **body):
-    engine = FakeEngine(said) if isinstance(said, str) else said
-    return serve(engine, **(server or {})).post(path, json=HI | {"max_tokens": 300} | body)
+    return serve(said, **(server or {})).post(path, json=HI | {"max_tokens": 300} | body)
 
 
 def whole(serve, said: str | FakeEngine, server=None, **body) -> dict:

@@ -92,7 +92,7 @@ def test_values_are_the_engine_s(scraped):
 
 
 def test_the_acceptance_length_of_a_benchmark_is_the_server_s_own(serve):
-    text = serve(FakeEngine()).get("/metrics").text
+    text = serve().get("/metrics").text
     length = samples(text)["spec_decode_acceptance_length", ""]
     assert parse_counters(text).speculation()["acceptance_length"] == length == 1.9
 

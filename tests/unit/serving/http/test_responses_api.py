@@ -46,8 +46,7 @@ TEXT = "héllo wörld 🙂 done"
 
 
 def post(serve, said: str | FakeEngine, server=None, **body):
-    engine = FakeEngine(said) if isinstance(said, str) else said
-    return serve(engine, **(server or {})).post("/v1/responses", json={"input": "hi"} | body)
+    return serve(said, **(server or {})).post("/v1/responses", json={"input": "hi"} | body)
 
 
 def whole(serve, said: str | FakeEngine, server=None, **body) -> Response:

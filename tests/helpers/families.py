@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -68,6 +69,8 @@ YARN = {
     "mscale_all_dim": 1.0,
 }
 
+ALPHA = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 50.0}
+
 #: As gpt-oss has it: the borders of its ramp are not rounded.
 OPEN_YARN = {
     "rope_type": "yarn",
@@ -80,6 +83,16 @@ OPEN_YARN = {
 }
 
 
+KINDS = st.sampled_from(["full_attention", "sliding_attention"])
+THREE_LAYERS = [*map(list, product(["full_attention", "sliding_attention"], repeat=3))]
+BOTH = [False, True]
+
+
+def one_of_each(**values):
+    """Draws a value of each of these."""
+    return lambda draw: {name: draw(st.sampled_from(choices)) for name, choices in values.items()}
+
+
 def qwen2(draw) -> dict:
     window = draw(st.sampled_from([None, 2, 5, 36]))
     if window is None:
@@ -90,24 +103,6 @@ def qwen2(draw) -> dict:
 
 QWEN2_MOE = EXPERTS | {"shared_expert_intermediate_size": 20}
 ERNIE_MOE = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 16}
-
-
-def ministral(draw) -> dict:
-    kinds = st.sampled_from(["full_attention", "sliding_attention"])
-    types = draw(st.lists(kinds, min_size=3, max_size=3))
-    window = draw(st.sampled_from([2, 5, 36]))
-    return {"head_dim": draw(st.sampled_from([8, 16])), "layer_types": types} | {
-        "sliding_window": window
-    }
-
-
-def ministral3(draw) -> dict:
-    rope = YARN | {"llama_4_scaling_beta": draw(st.sampled_from([0.1, 0.7]))}
-    return {
-        "head_dim": draw(st.sampled_from([8, 16])),
-        "sliding_window": draw(st.sampled_from([None, 5])),
-        "rope_parameters": rope,
-    }
 
 
 def qwen3_moe(draw) -> dict:
@@ -142,29 +137,23 @@ def phi3(draw) -> dict:
     }
 
 
-def olmo2(draw) -> dict:
-    return {"attention_bias": draw(st.booleans())}
-
-
-def granite(draw) -> dict:
-    return {
-        "attention_bias": draw(st.booleans()),
-        "embedding_multiplier": draw(st.sampled_from([1.0, 3.0])),
-        "attention_multiplier": draw(st.sampled_from([0.5, 0.1])),
-        "residual_multiplier": draw(st.sampled_from([1.0, 0.3])),
-        "logits_scaling": draw(st.sampled_from([1.0, 4.0])),
-    }
+granite = one_of_each(
+    attention_bias=BOTH,
+    embedding_multiplier=[1.0, 3.0],
+    attention_multiplier=[0.5, 0.1],
+    residual_multiplier=[1.0, 0.3],
+    logits_scaling=[1.0, 4.0],
+)
 
 
 def gemma3(draw) -> dict:
-    kinds = st.sampled_from(["full_attention", "sliding_attention"])
     scaled = st.sampled_from([{}, {"rope_type": "linear", "factor": 2.5}])
     full = {"rope_type": "default", "rope_theta": 1000.0} | draw(scaled)
     local = {"rope_type": "default", "rope_theta": draw(st.sampled_from([10.0, 100.0]))}
     return {
         "head_dim": draw(st.sampled_from([8, 16])),
         "sliding_window": draw(st.sampled_from([2, 5, 36])),
-        "layer_types": draw(st.lists(kinds, min_size=3, max_size=3)),
+        "layer_types": draw(st.sampled_from(THREE_LAYERS)),
         "query_pre_attn_scalar": draw(st.sampled_from([8, 30])),
         "final_logit_softcapping": draw(st.sampled_from([None, 3.0])),
         "attention_bias": draw(st.booleans()),
@@ -189,9 +178,8 @@ GEMMA_4 = {
 
 
 def gemma4(draw) -> dict:
-    kinds = st.sampled_from(["full_attention", "sliding_attention"])
     # Layers that share another's KV come after one of each kind.
-    types = ["full_attention", "sliding_attention", draw(kinds), draw(kinds), "full_attention"]
+    types = ["full_attention", "sliding_attention", draw(KINDS), draw(KINDS), "full_attention"]
     partial = {
         "rope_type": "proportional",
         "partial_rotary_factor": draw(st.sampled_from([0.25, 1.0])),
@@ -249,24 +237,21 @@ def glm4_moe(draw) -> dict:
     }
 
 
-def gpt_oss(draw) -> dict:
-    kinds = st.sampled_from(["full_attention", "sliding_attention"])
-    rope = OPEN_YARN | {
-        "truncate": draw(st.booleans()),
-        "factor": draw(st.sampled_from([2.0, 8.0])),
-    }
-    return {
-        "head_dim": draw(st.sampled_from([8, 16])),
-        "num_local_experts": draw(st.sampled_from([2, 5])),
-        "num_experts_per_tok": draw(st.integers(1, 2)),
-        "sliding_window": draw(st.sampled_from([2, 5, 36])),
-        "layer_types": draw(st.sampled_from([None, [draw(kinds), draw(kinds), draw(kinds)]])),
-        "swiglu_alpha": draw(st.sampled_from([1.702, 0.7])),
-        "swiglu_limit": draw(st.sampled_from([0.3, 7.0])),
-        "attention_bias": draw(st.booleans()),
-        "rope_parameters": rope,
-    }
-
+gpt_oss = one_of_each(
+    head_dim=[8, 16],
+    num_local_experts=[2, 5],
+    num_experts_per_tok=[1, 2],
+    sliding_window=[2, 5, 36],
+    layer_types=[None, *THREE_LAYERS],
+    swiglu_alpha=[1.702, 0.7],
+    swiglu_limit=[0.3, 7.0],
+    attention_bias=BOTH,
+    rope_parameters=[
+        OPEN_YARN | {"truncate": truncate, "factor": factor}
+        for truncate in BOTH
+        for factor in (2.0, 8.0)
+    ],
+)
 
 #: Mamba-2 in two groups, which two ranks divide.
 MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8}
@@ -343,45 +328,18 @@ def smollm3(draw) -> dict:
 
 
 def olmo3(draw) -> dict:
-    kinds = st.sampled_from(["full_attention", "sliding_attention"])
     base = draw(st.sampled_from([100.0, 10_000.0]))
     yarn = OPEN_YARN | {"truncate": True, "attention_factor": 1.2}
     full = draw(st.sampled_from([{"rope_type": "default"}, yarn]))
     return {
         "num_hidden_layers": 4,
         "sliding_window": draw(st.sampled_from([2, 5, 36])),
-        "layer_types": draw(st.sampled_from([None, [draw(kinds) for _ in range(4)]])),
+        "layer_types": draw(st.sampled_from([None, [draw(KINDS) for _ in range(4)]])),
         "attention_bias": draw(st.booleans()),
         "rope_parameters": {
             "full_attention": full | {"rope_theta": 1_000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": base},
         },
-    }
-
-
-def mixtral(draw) -> dict:
-    return {
-        "head_dim": draw(st.sampled_from([None, 16])),
-        "num_local_experts": draw(st.sampled_from([2, 5])),
-        "num_experts_per_tok": draw(st.integers(1, 2)),
-        "sliding_window": draw(st.sampled_from([None, 2, 5])),
-    }
-
-
-def seed_oss(draw) -> dict:
-    return {
-        "head_dim": draw(st.sampled_from([8, 16])),
-        "attention_bias": draw(st.booleans()),
-        "attention_out_bias": draw(st.booleans()),
-    }
-
-
-def minimax_m2(draw) -> dict:
-    return {
-        "head_dim": draw(st.sampled_from([8, 16])),
-        "rotary_dim": draw(st.sampled_from([4, 8])),
-        "num_local_experts": draw(st.sampled_from([2, 5])),
-        "num_experts_per_tok": draw(st.integers(1, 2)),
     }
 
 
@@ -399,35 +357,12 @@ def qwen2_moe(draw) -> dict:
     )
 
 
-def hunyuan_dense(draw) -> dict:
-    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 50.0}
-    return {
-        "head_dim": draw(st.sampled_from([8, 16])),
-        "attention_bias": draw(st.booleans()),
-        "rope_parameters": draw(st.sampled_from([rope, YARN])),
-    }
-
-
-def ernie4_5(draw) -> dict:
-    return {"head_dim": draw(st.sampled_from([None, 16]))}
-
-
-def ernie4_5_moe(draw) -> dict:
-    return ERNIE_MOE | {
-        "moe_k": draw(st.integers(1, 6)),
-        "moe_num_shared_experts": draw(st.sampled_from([0, 1, 2])),
-        "moe_layer_start_index": draw(st.integers(0, 2)),
-        "moe_layer_end_index": draw(st.sampled_from([-1, 1])),
-        "moe_layer_interval": draw(st.sampled_from([1, 2])),
-    }
-
-
 #: By name: the config class, what a drawn config adds to the sizes, and what the fixed one adds.
 FAMILIES = {
     "qwen2": (Qwen2Config, qwen2, {}),
     "ministral": (
         MinistralConfig,
-        ministral,
+        one_of_each(head_dim=[8, 16], layer_types=THREE_LAYERS, sliding_window=[2, 5, 36]),
         {
             "head_dim": 16,
             "sliding_window": 6,
@@ -436,7 +371,11 @@ FAMILIES = {
     ),
     "ministral3": (
         Ministral3Config,
-        ministral3,
+        one_of_each(
+            head_dim=[8, 16],
+            sliding_window=[None, 5],
+            rope_parameters=[YARN | {"llama_4_scaling_beta": beta} for beta in (0.1, 0.7)],
+        ),
         {"head_dim": 16, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.7}},
     ),
     "phi3": (
@@ -451,7 +390,7 @@ FAMILIES = {
             },
         },
     ),
-    "olmo2": (Olmo2Config, olmo2, {}),
+    "olmo2": (Olmo2Config, one_of_each(attention_bias=BOTH), {}),
     "granite": (
         GraniteConfig,
         granite,
@@ -537,19 +476,49 @@ FAMILIES = {
     "olmo3": (Olmo3Config, olmo3, {"num_hidden_layers": 4, "sliding_window": 6}),
     "mixtral": (
         MixtralConfig,
-        mixtral,
+        one_of_each(
+            head_dim=[None, 16],
+            num_local_experts=[2, 5],
+            num_experts_per_tok=[1, 2],
+            sliding_window=[None, 2, 5],
+        ),
         {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6},
     ),
-    "seed_oss": (SeedOssConfig, seed_oss, {"head_dim": 16, "attention_out_bias": True}),
+    "seed_oss": (
+        SeedOssConfig,
+        one_of_each(head_dim=[8, 16], attention_bias=BOTH, attention_out_bias=BOTH),
+        {"head_dim": 16, "attention_out_bias": True},
+    ),
     "minimax_m2": (
         MiniMaxM2Config,
-        minimax_m2,
+        one_of_each(
+            head_dim=[8, 16],
+            rotary_dim=[4, 8],
+            num_local_experts=[2, 5],
+            num_experts_per_tok=[1, 2],
+        ),
         {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2},
     ),
     "qwen2_moe": (Qwen2MoeConfig, qwen2_moe, QWEN2_MOE | {"mlp_only_layers": [0]}),
-    "hunyuan_dense": (HunYuanDenseV1Config, hunyuan_dense, {"head_dim": 16}),
-    "ernie4_5": (Ernie4_5Config, ernie4_5, {"head_dim": 16}),
-    "ernie4_5_moe": (Ernie4_5_MoeConfig, ernie4_5_moe, ERNIE_MOE),
+    "hunyuan_dense": (
+        HunYuanDenseV1Config,
+        one_of_each(head_dim=[8, 16], attention_bias=BOTH, rope_parameters=[ALPHA, YARN]),
+        {"head_dim": 16},
+    ),
+    "ernie4_5": (Ernie4_5Config, one_of_each(head_dim=[None, 16]), {"head_dim": 16}),
+    "ernie4_5_moe": (
+        Ernie4_5_MoeConfig,
+        one_of_each(
+            moe_num_experts=[6],
+            moe_intermediate_size=[16],
+            moe_k=range(1, 7),
+            moe_num_shared_experts=[0, 1, 2],
+            moe_layer_start_index=[0, 1, 2],
+            moe_layer_end_index=[-1, 1],
+            moe_layer_interval=[1, 2],
+        ),
+        ERNIE_MOE,
+    ),
 }
 
 _PIXTRAL = {

@@ -55,19 +55,10 @@ class ScriptedEngine:
                 continue
             turn = self.turns[request_id]
             self.turns[request_id] += 1
-            width = 1 if turn == 0 else self.widths[(turn - 1) % len(self.widths)]
+            width, drafts = (self.widths[(turn - 1) % len(self.widths)], 3) if turn else (1, 0)
+            counts = drafts, width - 1, True, 0
             tokens = tuple(range(width))
-            updates.append(
-                RequestUpdate(
-                    request_id,
-                    tokens,
-                    0 if turn == 0 else 3,
-                    width - 1,
-                    True,
-                    0,
-                    failed=self.poison,
-                )
-            )
+            updates.append(RequestUpdate(request_id, tokens, *counts, failed=self.poison))
         return tuple(updates)
 
 
@@ -140,16 +131,11 @@ def test_nan_ends_the_measurement():
         scripted(1, 1, 2, poison=True)
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return write_config(tmp_path_factory.mktemp("dummy"), max_position_embeddings=256)
-
-
 @pytest.mark.parametrize("steps_in_flight", [1, 3])
 @pytest.mark.parametrize("speculation", [None, NGRAM])
-def test_a_real_engine_runs_every_request_to_its_end(target, steps_in_flight, speculation):
+def test_a_real_engine_runs_every_request_to_its_end(tmp_path, steps_in_flight, speculation):
     config = EngineConfig.from_options(
-        model=str(target),
+        model=str(write_config(tmp_path, max_position_embeddings=256)),
         load_format="dummy",
         steps_in_flight=steps_in_flight,
         speculative_config=speculation,
@@ -170,13 +156,6 @@ def test_a_real_engine_runs_every_request_to_its_end(target, steps_in_flight, sp
         assert (run.speculation.num_draft_tokens > 0) == (speculation is not None)
 
 
-@pytest.fixture
-def tokenizer():
-    backend = byte_tokenizer()
-    hf = SimpleNamespace(backend_tokenizer=backend, added_tokens_decoder={})
-    return Tokenizer(hf)
-
-
 def test_windows_follow_one_another():
     trace = Trace("a")
     trace.add((1,), 0, 0)
@@ -186,7 +165,9 @@ def test_windows_follow_one_another():
     assert trace.as_json(None)["texts"] == ["1 ", "2 ", "3 ", "4 ", "5 "]
 
 
-def test_texts_of_tokens_add_up_where_a_character_has_several(tokenizer):
+def test_texts_of_tokens_add_up_where_a_character_has_several():
+    hf = SimpleNamespace(backend_tokenizer=byte_tokenizer(), added_tokens_decoder={})
+    tokenizer = Tokenizer(hf)
     text = "the é 漢 end"
     ids = tokenizer.backend.encode(text).ids
     texts = token_texts(ids, tokenizer)

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
+from helpers.http_server import free_port
 from sametoken.distributed.trainer_group import TrainerGroup
 from sametoken.errors import ConfigError, WeightUpdateError
 from sametoken.serving.weight_sender import WeightSender
@@ -76,9 +77,7 @@ class Leaving(BaseHTTPRequestHandler):
 
 
 def test_after_a_failure_another_sender_takes_its_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with ThreadingHTTPServer(("127.0.0.1", 0), Leaving) as server:
         threading.Thread(target=server.serve_forever).start()
         try:

@@ -63,23 +63,19 @@ def test_spec_bench_reads_its_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted"), [("custom", "a text, or an object"), ("spec-bench", "an object with q")]
+    ("name", "content", "told"),
+    [
+        ("custom", '{"other": "x"}', " is no prompt. Give a text, or an object"),
+        ("spec-bench", '{"other": "x"}', " is no prompt. Give an object with q"),
+        *(("custom", one, "") for one in ("{", "7", "[]", '{"prompt": ""}', '{"turns": []}')),
+        *(("custom", one, "") for one in ("", "\n")),
+    ],
 )
-def test_a_line_that_is_no_prompt_is_told_what_to_be(tmp_path, name, wanted):
-    path = tmp_path / "lines.jsonl"
-    path.write_text('{"other": "x"}')
-    with pytest.raises(ConfigError, match=f"line 1 of .* is no prompt. Give {wanted}"):
-        load_dataset(name, path=path)
-
-
-@pytest.mark.parametrize(
-    "content", ["{", "7", "[]", '{"prompt": ""}', '{"turns": []}', '{"other": "x"}', "", "\n"]
-)
-def test_a_malformed_file_is_refused(tmp_path, content):
+def test_a_malformed_file_is_refused_and_told_what_to_be(tmp_path, name, content, told):
     path = tmp_path / "bad.jsonl"
     path.write_text(content)
-    with pytest.raises(ConfigError, match=r"bad\.jsonl"):
-        load_dataset("custom", path=path)
+    with pytest.raises(ConfigError, match=rf"bad\.jsonl.*{told}"):
+        load_dataset(name, path=path)
 
 
 def test_unknown_names_and_missing_files_are_refused(tmp_path):

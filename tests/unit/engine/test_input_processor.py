@@ -23,13 +23,13 @@ VOCAB = 340
 MAX_LEN = 32
 
 
-def make(tokenizer, seed=7):
+def make(tokenizer, seed=7, num_drafts=4):
     return InputProcessor(
         tokenizer,
         vocab_size=VOCAB,
         max_model_len=MAX_LEN,
         eos_token_ids=(0, 5),
-        num_speculative_tokens=4,
+        num_speculative_tokens=num_drafts,
         seed=seed,
     )
 
@@ -408,13 +408,5 @@ def test_more_drafts_than_the_engine_s_are_refused(tokenizer):
 
 
 def test_drafts_without_a_drafter_are_refused_with_its_option(tokenizer):
-    inputs = InputProcessor(
-        tokenizer,
-        vocab_size=VOCAB,
-        max_model_len=MAX_LEN,
-        eos_token_ids=(0,),
-        num_speculative_tokens=0,
-        seed=0,
-    )
     with pytest.raises(RequestError, match="Give the engine a speculative_config"):
-        process(inputs, num_speculative_tokens=1)
+        process(make(tokenizer, num_drafts=0), num_speculative_tokens=1)

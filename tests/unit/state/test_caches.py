@@ -34,27 +34,15 @@ CACHES = (
 )
 
 
-def allocate(caches=CACHES, num_blocks=7) -> ModelCache:
-    return ModelCache.allocate(
-        caches,
-        num_blocks=num_blocks,
-        block_size=4,
-        max_num_seqs=2,
-        num_drafts=5,
-        device=torch.device("cpu"),
-    )
+def allocate(caches=CACHES, device="cpu", **changes) -> ModelCache:
+    sizes = {"num_blocks": 7, "block_size": 4, "max_num_seqs": 2, "num_drafts": 5} | changes
+    return ModelCache.allocate(caches, **sizes, device=torch.device(device))
 
 
 def test_a_cpu_s_memory_is_taken_when_it_is_written():
     before = resident_bytes()
-    keys, values = ModelCache.allocate(
-        [PagedKV(8, 64, 64, torch.float8_e4m3fn)],
-        num_blocks=2**14,
-        block_size=16,
-        max_num_seqs=1,
-        num_drafts=0,
-        device=torch.device("cpu"),
-    ).blocks
+    layers = [PagedKV(8, 64, 64, torch.float8_e4m3fn)]
+    keys, values = allocate(layers, num_blocks=2**14, block_size=16).blocks
     assert keys.nbytes + values.nbytes > 2**28
     assert resident_bytes() - before < 2**24
     assert not keys[0, -1].view(torch.uint8).any()
@@ -95,14 +83,7 @@ def test_layers_have_their_own_memory_and_alike_ones_lie_side_by_side():
 def test_memory_of_slots_begins_at_multiples_of_16_bytes_in_every_layer(max_num_seqs):
     """Else a kernel's sums would depend on the number of slots."""
     layers = [Recurrent(Mamba2(3, 5, 1, 6, 4), BF16)] * 2
-    cache = ModelCache.allocate(
-        layers,
-        num_blocks=0,
-        block_size=1,
-        max_num_seqs=max_num_seqs,
-        num_drafts=0,
-        device=torch.device("meta"),
-    )
+    cache = allocate(layers, "meta", num_blocks=0, max_num_seqs=max_num_seqs, num_drafts=0)
     for memory in cache.layers:
         assert memory.max_runs == max_num_seqs
         for part in (memory.states, memory.history, memory.pending_mixed, memory.pending_gates):

@@ -79,16 +79,7 @@ def output(tmp_path) -> Path:
 
 
 def write(path: Path, numbers, text: str = "p{}") -> Path:
-    lines = [
-        {
-            "custom_id": f"c{i}",
-            "method": "POST",
-            "url": "/v1/completions",
-            "body": {"prompt": text.format(i)},
-        }
-        for i in numbers
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_bytes(b"".join(line(i, prompt=text.format(i)).raw + b"\n" for i in numbers))
     return path
 
 

@@ -40,15 +40,10 @@ def texts(draw, smallest: int, most: int):
 def test_drafts_are_those_of_the_definition(own, others, options, fill, places):
     token_ids, num_tokens = table(own, 60, fill)
     slots = torch.arange(len(own)).flip(0)
+    texts, limits = earlier(others, 58, fill), options.tables()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(suffix, "_PLACES", places)
-        ids, count = search(
-            token_ids,
-            slots,
-            num_tokens[slots],
-            earlier=earlier(others, 58, fill),
-            limits=options.tables(),
-        )
+        ids, count = search(token_ids, slots, num_tokens[slots], earlier=texts, limits=limits)
     assert ids.shape == (len(own), options.k)
     for slot, drafts, number in zip(slots.tolist(), ids.tolist(), count.tolist(), strict=True):
         assert drafts[:number] == slow_search(own[slot], others, options)
@@ -57,13 +52,8 @@ def test_drafts_are_those_of_the_definition(own, others, options, fill, places):
 def drafts_of(own: list[int], others=(), **changes) -> list[int]:
     options = Options(**{"k": 8, "factor": 8.0} | changes)
     token_ids, num_tokens = table([own], 700, 0)
-    ids, count = search(
-        token_ids,
-        torch.tensor([0]),
-        num_tokens,
-        earlier=earlier(list(others), 90, 0),
-        limits=options.tables(),
-    )
+    texts, limits = earlier(list(others), 90, 0), options.tables()
+    ids, count = search(token_ids, torch.tensor([0]), num_tokens, earlier=texts, limits=limits)
     return ids[0, : int(count)].tolist()
 
 
@@ -110,18 +100,13 @@ def test_memory_does_not_grow_with_the_earlier_texts():
     """32 rows beside 10,000 texts of 600 tokens took 9.5 GB."""
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(2, (8, 64), generator=generator)
+    rows = token_ids, torch.arange(8), torch.full((8,), 64)
     peaks = []
     for num_texts in (400, 1600):
         others = torch.randint(2, (num_texts, 300), generator=generator)
         kept = Earlier(others, torch.full((num_texts,), 300))
         with PeakMemory() as memory:
-            search(
-                token_ids,
-                torch.arange(8),
-                torch.full((8,), 64),
-                earlier=kept,
-                limits=Options(4).tables(),
-            )
+            search(*rows, earlier=kept, limits=Options(4).tables())
         peaks.append(memory.peak)
     assert peaks[1] < 1.2 * peaks[0]
 

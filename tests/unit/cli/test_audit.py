@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from typer.testing import CliRunner
 
+from helpers.cli import invoke
 from sametoken.cli import audit as command
-from sametoken.cli.main import app
 
 NOBODY = "http://127.0.0.1:9"
 
@@ -76,7 +75,7 @@ def no_model(monkeypatch):
     ],
 )
 def test_servers_options_and_files_come_first(arguments, why):
-    result = CliRunner().invoke(app, ["audit", *arguments])
+    result = invoke("audit", *arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")

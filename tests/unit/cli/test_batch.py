@@ -2,16 +2,17 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 
 import pytest
-from typer.testing import CliRunner
 
 from helpers.chat_model import write_chat_model
+from helpers.cli import invoke
 from helpers.http_server import TOY_ENGINE
 from sametoken import LLM, SamplingParams
-from sametoken.cli.main import app
 
 OPTIONS = ["--device", "cpu", "--dtype", "float32", "--num-kv-blocks", "64"]
+run = partial(invoke, "batch")
 
 
 @pytest.fixture
@@ -22,10 +23,6 @@ def source(tmp_path):
     long = line | {"custom_id": "b", "body": body | {"max_tokens": -1}}
     path.write_text(json.dumps(line) + "\n{\n" + json.dumps(long) + "\n")
     return path
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["batch", *map(str, arguments)])
 
 
 def test_a_file_is_answered_by_an_engine_of_its_own(source, tmp_path):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
-from typer.testing import CliRunner
 
 from helpers.checkpoints import write_config
+from helpers.cli import invoke
 from sametoken.bench import documents
 from sametoken.bench import session as session_module
 from sametoken.bench.memory import Memory, SwapLimits
 from sametoken.bench.roofline import Bandwidth
 from sametoken.cli.bench import _workload
-from sametoken.cli.main import app
 from sametoken.cli.report import memory_report
 from sametoken.engine.request_memory import RequestMemory
 from sametoken.errors import ConfigError
@@ -24,6 +24,7 @@ SYNTHETIC = NGRAM | {
     "rejection_sample_method": "synthetic",
     "synthetic_acceptance_rates": [0.8, 0.64],
 }
+run = partial(invoke, "bench")
 
 
 @pytest.fixture
@@ -32,10 +33,6 @@ def target(tmp_path, monkeypatch):
     write_config(tmp_path)
     monkeypatch.setattr(session_module, "read_bandwidth", lambda device: Bandwidth(1e9, "a guess"))
     return str(tmp_path)
-
-
-def run(command, *arguments):
-    return CliRunner().invoke(app, ["bench", command, *arguments])
 
 
 def asked(**given):
@@ -223,14 +220,14 @@ def test_a_state_per_draft_is_shown_beside_what_is_kept():
 def test_the_command_prints_lines_or_one_object(tmp_path):
     write_config(tmp_path)
     arguments = ["bench", "memory", str(tmp_path), "--max-num-seqs", "2", "--block-size", "16"]
-    shown = CliRunner().invoke(app, arguments)
+    shown = invoke(*arguments)
     assert shown.exit_code == 0, shown.output
     assert "no speculation" in shown.stdout
     assert "recurrent" not in shown.stdout
     spec = json.dumps({"method": "ngram", "num_speculative_tokens": 4})
-    found = CliRunner().invoke(app, [*arguments, "--json", "--speculative-config", spec])
+    found = invoke(*arguments, "--json", "--speculative-config", spec)
     value = json.loads(found.stdout)
     assert value["request"]["kv_per_token"] == 2 * 4 * 1 * 8 * 4
     assert value["speculation_per_request"] == 4 * value["request"]["kv_per_token"]
     assert value["total"] == value["weights"] + 2 * value["per_request"]
-    assert CliRunner().invoke(app, ["bench", "memory", "nowhere"]).exit_code == 2
+    assert invoke("bench", "memory", "nowhere").exit_code == 2

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
-from typer.testing import CliRunner
 
 from helpers.bench_engine import document
+from helpers.cli import invoke
 from sametoken.bench.documents import write_json
-from sametoken.cli.main import app
+
+report = partial(invoke, "bench", "report")
 
 
 @pytest.fixture
@@ -17,10 +19,6 @@ def runs(tmp_path):
     write_json(tmp_path / "main.json", document())
     write_json(tmp_path / "change.json", document(speed=2.0))
     return [str(tmp_path / "main.json"), str(tmp_path / "change.json")]
-
-
-def report(*arguments):
-    return CliRunner().invoke(app, ["bench", "report", *arguments])
 
 
 def test_lines_and_page(runs, tmp_path):

@@ -8,10 +8,9 @@ import signal
 
 import httpx
 import pytest
-from typer.testing import CliRunner
 
+from helpers.cli import invoke
 from sametoken.bench import serving
-from sametoken.cli.main import app
 
 ANSWER = 'data: {"choices": [{"text": "a", "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
 OPTIONS = ("--num-prompts", "1", "--warmup", "0", "--trace", "0", "--concurrency", "1,2,3")
@@ -41,7 +40,7 @@ def bench(monkeypatch):
             "open_client",
             lambda server: httpx.AsyncClient(transport=transport, base_url=server.url),
         )
-        return CliRunner().invoke(app, ["bench", "serve", *OPTIONS, *arguments])
+        return invoke("bench", "serve", *OPTIONS, *arguments)
 
     return run
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
-from typer.testing import CliRunner
 
+from helpers.cli import invoke
 from sametoken.bench import sweep as sweep_module
 from sametoken.bench.sweep import CellStore
-from sametoken.cli.main import app
 
 NGRAM = '{"method": "ngram"}'
-
-
-def run(directory, *arguments):
-    return CliRunner().invoke(app, ["bench", "sweep", str(directory), *arguments])
+run = partial(invoke, "bench", "sweep")
 
 
 @pytest.fixture

@@ -12,13 +12,12 @@ from rich.console import Console
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
+from helpers.cli import invoke
 from helpers.full_disk import filling_disk
 from sametoken import llm as llm_module
 from sametoken.cli.chat import default_drafts
 from sametoken.cli.conversation import CALM, COMMANDS, Chat, Consoles
-from sametoken.cli.main import app
 from sametoken.config import DEFAULT_MODEL, EngineConfig, SpeculativeConfig
 from sametoken.engine import unloaded as unloaded_module
 from sametoken.engine.user_inputs import PromptTokens
@@ -157,10 +156,10 @@ def test_a_conversation_goes_to_the_model_as_a_whole():
 
 def test_the_adapter_that_is_named_answers(model):
     words = ["chat", "m", "--lora-modules", "sql=./a", "--lora-request"]
-    CliRunner().invoke(app, [*words, "sql"], input="abc\n/drafts ngram\n/again\n")
+    invoke(*words, "sql", input="abc\n/drafts ngram\n/again\n")
     assert [llm.adapter for llm in model.loaded] == ["sql"] * 2
     model.loaded.clear()
-    refused = CliRunner().invoke(app, [*words, "sq"], input="abc\n")
+    refused = invoke(*words, "sq", input="abc\n")
     assert (refused.exit_code, model.loaded) == (2, [])
     assert "there is no adapter 'sq'" in refused.stderr
 
@@ -203,14 +202,14 @@ def test_gpt_oss_s_template_chooses_harmony(monkeypatch):
 
 
 def test_an_unknown_form_of_reasoning_is_refused_before_the_model_is_loaded(model):
-    result = CliRunner().invoke(app, ["chat", "m", "--reasoning-parser", "telepathy"])
+    result = invoke("chat", "m", "--reasoning-parser", "telepathy")
     assert result.exit_code == 2
     assert "reasoning_parser='telepathy' is not possible" in result.stderr
     assert model.loaded == []
 
 
 def test_impossible_sampling_is_refused_before_the_model_is_loaded(model):
-    result = CliRunner().invoke(app, ["chat", "m", "--temperature", "200"])
+    result = invoke("chat", "m", "--temperature", "200")
     assert "temperature=200.0 is not possible" in result.stderr
     assert model.loaded == []
 
@@ -406,12 +405,12 @@ def test_drafts_that_do_not_fit_leave_the_model_loaded(monkeypatch):
 
 
 def test_a_pipe_gets_answers_alone_and_stops_at_an_error():
-    result = CliRunner().invoke(app, ["chat", "m", "--system", "S"], input="abc\n\n/what\nabc\n")
+    result = invoke("chat", "m", "--system", "S", input="abc\n\n/what\nabc\n")
     assert result.exit_code == 2
     assert result.stdout == "abc\n"
     assert "error: there is no command /what" in result.stderr
     assert "You chat" not in result.stderr
-    assert CliRunner().invoke(app, ["chat", "m"], input="a\nb").stdout == "a\naab\n"
+    assert invoke("chat", "m", input="a\nb").stdout == "a\naab\n"
 
 
 @pytest.mark.parametrize(
@@ -423,6 +422,6 @@ def test_a_pipe_gets_answers_alone_and_stops_at_an_error():
     ],
 )
 def test_drafts_are_on_by_default(given, spec):
-    CliRunner().invoke(app, ["chat", "m", *given], input="")
+    invoke("chat", "m", *given, input="")
     assert EchoLLM.loaded[-1].config.speculative_config == spec
     assert default_drafts(DEFAULT_MODEL) == "eagle3"

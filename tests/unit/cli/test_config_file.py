@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from typer.testing import CliRunner
 
-from sametoken.cli.main import app
+from helpers.cli import invoke
 
 USAGE = 2
 FILE = """
@@ -28,12 +27,12 @@ tokenizer:
 def serve(started, tmp_path):
     """Runs ``serve`` with the text of a file, and returns the result and what was started."""
 
-    def invoke(text: str, *arguments: str):
+    def served(text: str, *arguments: str):
         path = tmp_path / "config.yaml"
         path.write_text(text)
-        return CliRunner().invoke(app, ["serve", *arguments, "--config", str(path)]), started
+        return invoke("serve", *arguments, "--config", str(path)), started
 
-    return invoke
+    return served
 
 
 def test_a_file_gives_options(serve):
@@ -80,5 +79,5 @@ def test_what_is_wrong_in_a_file_is_named(serve, text, why):
 
 
 def test_a_missing_file(tmp_path):
-    result = CliRunner().invoke(app, ["serve", "--config", str(tmp_path / "no.yaml")])
+    result = invoke("serve", "--config", str(tmp_path / "no.yaml"))
     assert (result.exit_code, "no.yaml cannot be read" in result.stderr) == (USAGE, True)

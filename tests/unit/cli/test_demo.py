@@ -10,12 +10,11 @@ from rich.console import Console
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
+from helpers.cli import invoke
 from sametoken import llm as llm_module
 from sametoken.cli import demo
 from sametoken.cli.demo import HYBRID_SCENE, SCENES, Comparison, answer, comparison_table
-from sametoken.cli.main import app
 from sametoken.cli.streaming import ACCEPTED_STYLE
 from sametoken.types.outputs import (
     CompletionOutput,
@@ -101,7 +100,7 @@ def test_a_comparison_finds_the_first_difference(speculative, difference, says):
 
 
 def test_the_same_tokens_exit_with_0(scenes):
-    result = CliRunner().invoke(app, ["demo", "--max-tokens", "5"])
+    result = invoke("demo", "--max-tokens", "5")
     assert result.exit_code == 0, result.output
     assert result.stdout.count("same tokens: yes (5 of 5)") == num_comparisons(scenes)
     assert result.stdout.count("abcde") == num_comparisons(scenes) + len(scenes)
@@ -109,7 +108,7 @@ def test_the_same_tokens_exit_with_0(scenes):
 
 def test_every_prompt_has_drafts_of_its_own_and_a_place_in_the_table(scenes, monkeypatch):
     monkeypatch.setattr(LetterLLM, "asked", [])
-    result = CliRunner().invoke(app, ["demo", "--max-tokens", "5"])
+    result = invoke("demo", "--max-tokens", "5")
     plain = [(model, None) for model in dict.fromkeys(scene.model for scene in scenes)]
     drafting = [(scene.model, spec) for scene in scenes for spec in scene.drafts.values()]
     assert LetterLLM.asked == [*plain, *drafting]
@@ -121,7 +120,7 @@ def test_every_prompt_has_drafts_of_its_own_and_a_place_in_the_table(scenes, mon
 
 def test_other_tokens_exit_with_1(scenes, monkeypatch):
     monkeypatch.setattr(LetterLLM, "speculative_windows", ([0], [1, 7, 3], [4]))
-    result = CliRunner().invoke(app, ["demo", "--max-tokens", "5"])
+    result = invoke("demo", "--max-tokens", "5")
     assert result.exit_code == 1
     different = result.stdout.count("same tokens: no (first difference at 2)")
     assert different == num_comparisons(scenes)

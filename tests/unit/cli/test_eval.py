@@ -9,12 +9,11 @@ import shutil
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from helpers.chat_model import write_chat_model
+from helpers.cli import invoke
 from sametoken.bench import accuracy
 from sametoken.bench.accuracy import Evaluation
-from sametoken.cli.main import app
 from sametoken.engine import unloaded
 from sametoken.errors import ConfigError
 from sametoken.llm import LLM
@@ -34,7 +33,7 @@ def model(tmp_path_factory):
 
 
 def run(model, *arguments):
-    return CliRunner().invoke(app, ["eval", "gsm8k", model, *SIZES, *arguments])
+    return invoke("eval", "gsm8k", model, *SIZES, *arguments)
 
 
 def fake(monkeypatch, score, plain=(1, 2)):
@@ -151,7 +150,7 @@ def test_tasks_files_and_metrics_are_checked_before_the_model_loads(monkeypatch,
     # Reading all of lm-eval's tasks takes long.
     few = tasks.TaskManager(include_defaults=False)
     monkeypatch.setattr(tasks, "TaskManager", lambda **options: few)
-    result = CliRunner().invoke(app, ["eval", arguments[0], "some-model", *arguments[1:]])
+    result = invoke("eval", arguments[0], "some-model", *arguments[1:])
     assert (result.exit_code, result.stdout) == (2, "")
     assert why in result.stderr.splitlines()[-1]
 
@@ -193,7 +192,7 @@ def test_a_minimum_is_refused_where_lower_is_better(monkeypatch, task, arguments
     monkeypatch.setattr(accuracy, "load_tasks", lambda settings: task_of(*task))
     monkeypatch.setattr(unloaded.UnloadedModel, "of", look)
     asked = ["eval", "own", "some-model", "--min-score", "0.5", *arguments]
-    result = CliRunner().invoke(app, asked)
+    result = invoke(*asked)
     assert (result.exit_code, result.stdout) == (2, "")
     assert (why or "the model was looked at") in result.stderr.splitlines()[-1]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
+from helpers.cli import invoke
 from sametoken.cli.help import as_markdown, speculative_keys
 from sametoken.cli.main import app
 from sametoken.cli.sections import as_sentence
@@ -19,10 +20,7 @@ from sametoken.types.speculative_methods import METHODS
 PAGE = Path(__file__).parents[3] / "docs" / "speculative.md"
 KEYS = re.compile(r"<!-- keys -->\n(.*)\n<!-- end of keys -->", re.DOTALL)
 HEADING = re.compile(r"^(\w.*):$", re.MULTILINE)
-
-
-def run(*arguments, **options):
-    return CliRunner().invoke(app, arguments, prog_name="sametoken", **options)
+run = partial(invoke, prog_name="sametoken")
 
 
 def words(text: str) -> str:

@@ -11,13 +11,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
 import sametoken
 from helpers.chat_model import write_chat_model
+from helpers.cli import invoke as run
 from helpers.hub import cache_snapshot
 from sametoken.cli import generate as generate_module
-from sametoken.cli.main import NO_COMMAND, app
+from sametoken.cli.main import NO_COMMAND
 from sametoken.cli.report import per_position
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.request_memory import RequestMemory
@@ -39,7 +39,7 @@ SPECULATION = '{"method": "ngram", "num_speculative_tokens": 4}'
 )
 @pytest.mark.parametrize("model", [["--model", "m"], ["--model=m"]])
 def test_a_model_given_as_an_option_is_told_where_it_stands(command, model):
-    result = CliRunner().invoke(app, [*command, *model])
+    result = run(*command, *model)
     assert result.exit_code == 2
     assert f"{' '.join(command)} MODEL" in " ".join(result.output.split())
 
@@ -127,10 +127,6 @@ def llm(monkeypatch):
     monkeypatch.setattr(generate_module, "_without_drafts", without_drafts)
     monkeypatch.setattr(generate_module, "_load", load)
     return loaded
-
-
-def run(*arguments, **options):
-    return CliRunner().invoke(app, arguments, **options)
 
 
 def test_text_goes_to_stdout_and_everything_else_to_stderr(llm):

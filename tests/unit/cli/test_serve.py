@@ -2,27 +2,25 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
-from typer.testing import CliRunner
 
+from helpers.cli import invoke
 from sametoken.cli import serve as command
-from sametoken.cli.main import app
 from sametoken.serving.http import run as run_module
 from sametoken.serving.ray import serve
 from sametoken.serving.ray.config import RayConfig
 
 USAGE = 2
 INTERRUPTED = 130
-
-
-def invoke(*arguments: str):
-    return CliRunner().invoke(app, ["serve", "model", "--port", "0", *arguments])
+run_model = partial(invoke, "serve", "model", "--port", "0")
+run_toy = partial(invoke, "serve", "toy")
 
 
 def test_options_reach_engine_limits_and_server(started):
     speculation = '{"method": "ngram", "num_speculative_tokens": 8}'
-    result = invoke(
+    result = run_model(
         *("--speculative-config", speculation, "--max-model-len", "64", "--seed", "5"),
         *("--max-waiting", "3", "--shadow-audit-rate", "0.5", "--drain-timeout", "2.5"),
         *("--api-key", "a", "--api-key", "b", "--served-model-name", "tiny", "--rate-limit", "9"),
@@ -48,7 +46,7 @@ def test_options_reach_engine_limits_and_server(started):
     ],
 )
 def test_several_names_may_follow_one_flag(started, arguments, names):
-    result = CliRunner().invoke(app, ["serve", *arguments, "--port", "0"])
+    result = invoke("serve", *arguments, "--port", "0")
     assert result.exit_code == 0, result.output
     ((engine, _, server, _),) = started
     assert (engine.model, engine.seed, server.served_model_name) == ("m", 5, names)
@@ -64,16 +62,16 @@ def test_several_names_may_follow_one_flag(started, arguments, names):
     ],
 )
 def test_adapters_are_named_in_vllm_s_forms(started, words):
-    result = invoke(*words)
+    result = run_model(*words)
     assert result.exit_code == 0, result.output
     ((engine, *_),) = started
     assert engine.lora_modules == (("sql", "./a"), ("chat", "org/b"))
 
 
 def test_an_adapter_has_no_name_of_the_model(started):
-    refused = invoke("--lora-modules", "model=./a")
+    refused = run_model("--lora-modules", "model=./a")
     assert "lora_modules has 'model', which is a name of the model" in refused.stderr
-    again = invoke("--served-model-name", "b", "--lora-modules", "model=./a")
+    again = run_model("--served-model-name", "b", "--lora-modules", "model=./a")
     assert (refused.exit_code, again.exit_code, len(started)) == (USAGE, 0, 1)
 
 
@@ -85,7 +83,7 @@ def test_an_adapter_has_no_name_of_the_model(started):
     ],
 )
 def test_origins_may_stand_in_a_list_in_json(started, arguments):
-    result = invoke(*arguments)
+    result = run_model(*arguments)
     assert result.exit_code == 0, result.output
     ((_, _, server, _),) = started
     assert server.allowed_origins == ("http://a.example", "http://b.example")
@@ -93,8 +91,8 @@ def test_origins_may_stand_in_a_list_in_json(started, arguments):
 
 def test_the_key_may_stand_in_a_variable(started, monkeypatch):
     monkeypatch.setenv(command.API_KEY_VARIABLE, "secret")
-    invoke()
-    invoke("--api-key", "other")
+    run_model()
+    run_model("--api-key", "other")
     assert [server.api_key for _, _, server, _ in started] == [("secret",), ("other",)]
 
 
@@ -110,21 +108,17 @@ def test_the_key_may_stand_in_a_variable(started, monkeypatch):
     ],
 )
 def test_what_is_impossible_is_a_usage_error(started, arguments):
-    result = invoke(*arguments)
+    result = run_model(*arguments)
     assert (result.exit_code, started) == (USAGE, [])
 
 
 def test_an_interrupted_server(monkeypatch):
     monkeypatch.setattr(run_module, "run", lambda *given: True)
-    assert invoke().exit_code == INTERRUPTED
-
-
-def run(*arguments: str):
-    return CliRunner().invoke(app, ["serve", "toy", *arguments])
+    assert run_model().exit_code == INTERRUPTED
 
 
 def test_options_of_ray_need_ray():
-    done = run("--replicas", "2")
+    done = run_toy("--replicas", "2")
     assert (done.exit_code, "Add --ray" in done.output) == (2, True)
 
 
@@ -133,13 +127,13 @@ def test_options_of_ray_need_ray():
     [("--allow-runtime-lora-updating",), ("--weight-transfer-config", '{"backend": "gloo"}')],
 )
 def test_what_changes_one_engine_is_refused_with_ray(option):
-    done = run("--ray", *option)
+    done = run_toy("--ray", *option)
     assert (done.exit_code, "other weights or lora_modules" in done.output) == (2, True)
 
 
 def test_without_the_extra_ray_is_unsupported(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray.serve", None)
-    done = run("--ray")
+    done = run_toy("--ray")
     assert (done.exit_code, "sametoken[ray]" in done.output) == (3, True)
 
 
@@ -155,7 +149,7 @@ def test_options_reach_the_deployment(monkeypatch, interrupted, exit_code):
     words = (
         "--ray --ray-min-replicas 2 --ray-max-replicas 5 --port 99 --max-waiting 7 --dtype float32"
     )
-    assert run(*words.split()).exit_code == exit_code
+    assert run_toy(*words.split()).exit_code == exit_code
     engine, limits, server, ray_config = given
     assert (engine.model, engine.dtype) == ("toy", "float32")
     assert (limits.max_waiting, server.port) == (7, 99)

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import signal
 from dataclasses import replace
+from functools import partial
 
 import pytest
-from typer.testing import CliRunner
 
 from helpers.chat_model import write_chat_model
+from helpers.cli import invoke
 from helpers.hybrids import write_hybrid
 from sametoken.cli import train as command
-from sametoken.cli.main import app
 from sametoken.errors import NumericalError
 from sametoken.train import generate
 from sametoken.train.distillation import Distillation
 
 QUICK = ["--steps", "3", "--warmup-steps", "1", "--device", "cpu", "--validation", "0"]
 HEAD = ["--draft-vocab-size", "20", "--ttt-steps", "2", "--aux-layers", "1,2,4"]
+run = partial(invoke, "train")
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +39,6 @@ def text(tmp_path):
     path = tmp_path / "text.jsonl"
     path.write_text('{"prompt": "what is it", "answer": "the rain in the car"}\n')
     return path
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["train", *map(str, arguments)])
 
 
 def test_text_then_a_token_map(target, prompts, tmp_path):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
+from helpers.cli import invoke
 from sametoken.cli.main import app
 from sametoken.cli.vllm_flags import SAME, TABLE, as_flag, flag, page
 from sametoken.cli.vllm_words import our_words
@@ -20,6 +21,7 @@ USAGE = 2
 OTHER = "nonsense"
 SERVE = typer.main.get_command(app).commands["serve"]
 OPTIONS = [(options, name) for options, names in TABLE for name in names]
+serve = partial(invoke, "serve", "model", "--port", "0")
 
 
 def is_switch(options, name: str) -> bool:
@@ -29,10 +31,6 @@ def is_switch(options, name: str) -> bool:
 def words(options, name: str, value: str) -> list[str]:
     """The words of a command line that set an option to a value."""
     return [as_flag(name, value == "true")] if is_switch(options, name) else [flag(name), value]
-
-
-def serve(*arguments: str):
-    return CliRunner().invoke(app, ["serve", "model", "--port", "0", *arguments])
 
 
 def test_the_page_is_that_of_the_table():
@@ -174,20 +172,18 @@ def test_a_refusal_is_one_line(started):
 
 
 def test_a_model_is_given_once(started):
-    runner = CliRunner()
-    assert runner.invoke(app, ["serve", "--model", "a", "--port", "0"]).exit_code == 0
+    assert invoke("serve", "--model", "a", "--port", "0").exit_code == 0
     assert started[0][0].model == "a"
-    assert runner.invoke(app, ["serve", "a", "--model", "a", "--port", "0"]).exit_code == 0
-    refused = runner.invoke(app, ["serve", "b", "--model", "a"])
+    assert invoke("serve", "a", "--model", "a", "--port", "0").exit_code == 0
+    refused = invoke("serve", "b", "--model", "a")
     assert (refused.exit_code, len(started)) == (USAGE, 2)
     assert "two models were given, 'b' and --model 'a'" in refused.stderr
 
 
 def test_a_revision_is_part_of_the_name_that_is_loaded_alone(started):
-    runner = CliRunner()
     words = ["serve", "org/model", "--revision", "v1", "--port", "0"]
     for more in ([], ["--served-model-name", "mine"]):
-        result = runner.invoke(app, [*words, *more])
+        result = invoke(*words, *more)
         assert (result.exit_code, result.stderr) == (0, "")
     names = [(engine.model, server.served_model_name) for engine, _, server, _ in started]
     assert names == [("org/model@v1", ("org/model",)), ("org/model@v1", ("mine",))]

@@ -6,10 +6,9 @@ import shutil
 import socket
 
 import pytest
-from typer.testing import CliRunner
 
+from helpers.cli import invoke
 from helpers.http_server import write_certificate
-from sametoken.cli.main import app
 from sametoken.errors import ConfigError
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.listen import (
@@ -72,7 +71,7 @@ def test_a_good_certificate(tmp_path):
 def test_the_command_says_so_before_any_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         command = ["serve", "no/such/model", "--port", str(taken.getsockname()[1])]
-        result = CliRunner().invoke(app, command)
+        result = invoke(*command)
     assert result.exit_code == USAGE
     assert "another host or port" in result.output
 

@@ -12,10 +12,7 @@ NOBODY = "http://127.0.0.1:9"
 
 @pytest.fixture(autouse=True)
 def no_model(monkeypatch):
-    def load(config):
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr(command, "_look_at", load)
+    monkeypatch.setattr(command, "_look_at", lambda config: pytest.fail("a model was loaded"))
 
 
 @pytest.mark.parametrize(

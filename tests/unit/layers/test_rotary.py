@@ -29,6 +29,14 @@ def table(rope, head_dim=16, max_positions=200):
     )
 
 
+def theirs_of(rope, head_dim=16, max_position_embeddings=256) -> LlamaRotaryEmbedding:
+    sizes = {"hidden_size": 2 * head_dim, "num_attention_heads": 2, "head_dim": head_dim}
+    sizes |= {"max_position_embeddings": max_position_embeddings}
+    return LlamaRotaryEmbedding(
+        LlamaConfig(**sizes, rope_parameters={"rope_theta": 1000.0, **rope})
+    )
+
+
 @pytest.mark.parametrize(
     "rope",
     [
@@ -48,15 +56,8 @@ def table(rope, head_dim=16, max_positions=200):
     ids=lambda rope: rope["rope_type"],
 )
 def test_equals_transformers(rope):
-    config = LlamaConfig(
-        hidden_size=32,
-        num_attention_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        rope_parameters={"rope_theta": 1000.0, **rope},
-    )
     positions = torch.arange(200)[None]
-    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+    cos, sin = theirs_of(rope)(torch.zeros(1), positions)
     ours = table(rope)
     assert ours.cos.dtype == torch.float32
     assert torch.equal(ours.cos, cos[0, :, :8])
@@ -101,14 +102,7 @@ FAR = [
 @pytest.mark.parametrize("rope", FAR, ids=["llama3.1", "qwen3-yarn", "deepseek-yarn"])
 def test_far_positions_equal_transformers(rope):
     length = 262_144
-    config = LlamaConfig(
-        hidden_size=256,
-        num_attention_heads=2,
-        head_dim=128,
-        max_position_embeddings=131_072,
-        rope_parameters=rope,
-    )
-    theirs = LlamaRotaryEmbedding(config)
+    theirs = theirs_of(rope, head_dim=128, max_position_embeddings=131_072)
     ours = table(rope, head_dim=128, max_positions=length)
     for first in (0, 32_760, 131_072 - 8, length - 64):
         positions = torch.arange(first, first + 64)[None]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from helpers.checkpoints import VOCAB, head_tensors, write_checkpoint, write_llama, write_safeailab
+from helpers.checkpoints import (
+    VOCAB,
+    head_tensors,
+    read_checkpoint,
+    write_checkpoint,
+    write_llama,
+    write_safeailab,
+)
 from helpers.families import write_family
 from helpers.harness import requests_of, run
 from helpers.hybrids import write_hybrid
@@ -106,7 +110,7 @@ def test_a_block_takes_a_byte_a_number_and_the_user_is_told(tmp_path, write):
 def scaled(folder, strategy: str, changes=(), write=write_llama, num_modules: int = 0):
     """A target whose scheme wants float8, as llm-compressor writes it for KV alone."""
     path = write(folder, max_position_embeddings=128)
-    config = json.loads((path / "config.json").read_text())
+    config, tensors = read_checkpoint(path)
     scheme = {"num_bits": 8, "type": "float", "strategy": strategy, "dynamic": False}
     scheme |= {"symmetric": True, "observer": "minmax"}
     config["quantization_config"] = {
@@ -116,7 +120,6 @@ def scaled(folder, strategy: str, changes=(), write=write_llama, num_modules: in
         "format": "dense",
         "quantization_status": "frozen",
     }
-    tensors = load_file(path / "model.safetensors")
     heads = config["num_key_value_heads"]
     for index in range(config["num_hidden_layers"] + num_modules):
         for place, name in enumerate("kv"):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from helpers.adapters import ATTENTION, MLP, write_adapter, write_files, write_merged, write_stacks
-from helpers.checkpoints import head_tensors, write_checkpoint, write_llama, write_safeailab
+from helpers.checkpoints import (
+    head_tensors,
+    read_checkpoint,
+    write_checkpoint,
+    write_llama,
+    write_safeailab,
+)
 from helpers.families import write_family
 from helpers.harness import replayed_by, request, run, swapped_by
 from helpers.hybrids import write_hybrid
@@ -217,10 +221,7 @@ def test_ranks_divide_adapters_as_they_divide_weights(request, kind):
 def test_a_quantized_model_has_adapters_in_16_bits(request, kind, tmp_path):
     """Rows without one have the bits that they have where norms round for the product."""
     dense = request.getfixturevalue(kind)["llama"]
-    tensors, config = (
-        load_file(dense / "model.safetensors"),
-        json.loads((dense / "config.json").read_text()),
-    )
+    config, tensors = read_checkpoint(dense)
     stored, _ = quantize_tensors(tensors, "channel", scale_name="weight_scale")
     ignore = ["lm_head", *(f"model.layers.{index}.mlp.gate" for index in range(3))]
     config["quantization_config"] = compressed_config("channel", TOKEN, ignore=ignore)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from functools import partial
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from helpers.checkpoints import write_checkpoint, write_llama
+from helpers.checkpoints import read_checkpoint, write_checkpoint, write_llama
 from helpers.compressed import compressed
 from helpers.hybrids import without_mtp, write_hybrid
 from helpers.latents import write_nextn
@@ -50,9 +49,8 @@ def write_nvfp4(source, output):
 
 def write_blocks(source, output, scale_fmt="float"):
     """As DeepSeek and Qwen publish it."""
-    shutil.copytree(source, output)
-    config = json.loads((source / "config.json").read_text())
-    floats = {name: tensor.float() for name, tensor in tensors_of(source).items()}
+    config, tensors = read_checkpoint(source)
+    floats = {name: tensor.float() for name, tensor in tensors.items()}
     stored, _ = quantize_tensors(floats, scale_fmt=scale_fmt)
     quantization = block_config(scale_fmt=scale_fmt)
     write_checkpoint(output, config | {"quantization_config": quantization}, stored)

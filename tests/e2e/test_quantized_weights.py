@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 
-from helpers.checkpoints import LLAMA, llama_tensors, write_checkpoint
+from helpers.checkpoints import LLAMA, llama_tensors, read_checkpoint, write_checkpoint
 from helpers.compressed import written
 from helpers.families import write_family
 from helpers.gguf_families import write_family_gguf
@@ -111,8 +110,7 @@ def test_nor_of_a_hybrid_in_blocks_whose_module_is_quantized_too(tmp_path):
 
 def quantized_in_place(folder, chosen, **changes) -> None:
     """A checkpoint's chosen matrices in blocks, as DeepSeek publishes them."""
-    config = json.loads((folder / "config.json").read_text())
-    tensors = load_file(folder / "model.safetensors")
+    config, tensors = read_checkpoint(folder)
     names = [name for name in tensors if name.endswith(".weight") and tensors[name].dim() == 2]
     stored, _ = quantize_tensors(
         tensors, chosen=lambda name: name in names and bool(chosen.search(name))

@@ -216,6 +216,12 @@ def write_checkpoint(directory: Path, config: dict, tensors: dict[str, torch.Ten
     return directory
 
 
+def read_checkpoint(directory: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    """The config and the tensors of ``write_checkpoint``."""
+    config = json.loads((directory / "config.json").read_text())
+    return config, load_file(directory / "model.safetensors")
+
+
 def change_config(directory: Path, **changes) -> Path:
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from helpers.checkpoints import LLAMA, llama_shapes, random_weight, write_llama
+from helpers.checkpoints import (
+    LLAMA,
+    llama_shapes,
+    random_weight,
+    read_checkpoint,
+    write_checkpoint,
+    write_llama,
+)
 from sametoken.models.quantize import W4A16, quantize_checkpoint
 from sametoken.models.rounding import float8, int4
 
@@ -132,12 +137,9 @@ def write_with_lm_head(folder: Path, seed: int, scheme: str, **sizes) -> tuple[P
     """A tiny Llama, and a copy whose projections and lm_head are quantized."""
     plain, copy = write_llama(folder / f"plain-{seed}", seed, **sizes), folder / f"copy-{seed}"
     quantize_checkpoint(plain, copy, scheme)
-    tensors = load_file(copy / "model.safetensors")
-    config = json.loads((copy / "config.json").read_text())
+    config, tensors = read_checkpoint(copy)
     (group,) = config["quantization_config"]["config_groups"].values()
     rounding = int4(group["weights"]["group_size"]) if scheme == W4A16 else float8("channel")
     config["quantization_config"]["ignore"].remove("lm_head")
     tensors |= rounding.tensors("lm_head", tensors.pop("lm_head.weight"))
-    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
-    (copy / "config.json").write_text(json.dumps(config))
-    return plain, copy
+    return plain, write_checkpoint(copy, config, tensors)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from helpers.checkpoints import write_checkpoint
+from helpers.checkpoints import change_config, read_checkpoint, write_checkpoint
 from helpers.families import SIZES, fixed_config, write_family
 from helpers.forward import Bench, load
 from helpers.nemotron import write_nemotron
@@ -164,10 +164,7 @@ def test_other_values_are_refused_before_weights_are_read(tmp_path, config, key,
 @pytest.mark.parametrize("name", ["granite_hybrid", "bamba", "nemotron"])
 def test_keys_of_falcon_mean_nothing_to_other_families(tmp_path, name):
     write = write_nemotron if name == "nemotron" else partial(write_family, family=name)
-    config = json.loads((write(tmp_path) / "config.json").read_text())
-    given = config | {"mamba_rms_norm": False, "projectors_bias": True}
-    (tmp_path / "config.json").write_text(json.dumps(given))
-    load(tmp_path)
+    load(change_config(write(tmp_path), mamba_rms_norm=False, projectors_bias=True))
 
 
 @pytest.mark.parametrize("config", [GRANITE, BAMBA, FALCON])
@@ -188,7 +185,7 @@ def test_a_rank_s_rule_has_whole_groups(size, groups, ranks):
 def test_granite_s_experts_as_a_trainer_has_them_in_memory(tmp_path):
     stored = load(write_family(tmp_path / "stored", "granite_hybrid"))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "stored", trust_remote_code=False)
-    config = json.loads((tmp_path / "stored" / "config.json").read_text())
+    config, _ = read_checkpoint(tmp_path / "stored")
     write_checkpoint(tmp_path / "sent", config, theirs.state_dict())
     prompt = [1, 5, 3, 2, 7]
     sent = Bench(load(tmp_path / "sent")).logits(prompt, [])

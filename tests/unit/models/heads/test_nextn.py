@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.checkpoints import change_config, write_llama
+from helpers.checkpoints import change_config, read_checkpoint, write_checkpoint, write_llama
 from helpers.families import VOCAB
 from helpers.heads import (
     CPU,
@@ -162,8 +161,7 @@ def test_copies_of_the_target_s_embedding_and_head_are_not_kept(tmp_path):
 
 def write_quantized(folder, group_size, *modules) -> None:
     """Some of a checkpoint's modules in compressed-tensors' form, fp8 without a group size."""
-    tensors = load_file(folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
+    config, tensors = read_checkpoint(folder)
     weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
     if group_size is not None:
         weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group_size}
@@ -176,8 +174,7 @@ def write_quantized(folder, group_size, *modules) -> None:
     scheme = float8("channel") if group_size is None else int4(group_size)
     for module in modules:
         tensors |= scheme.tensors(module, tensors.pop(f"{module}.weight"))
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    write_checkpoint(folder, config, tensors)
 
 
 @pytest.mark.parametrize("group_size", [None, 32])

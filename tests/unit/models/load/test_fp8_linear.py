@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from helpers.checkpoints import LLAMA, llama_tensors, write_checkpoint
+from helpers.checkpoints import (
+    LLAMA,
+    change_config,
+    llama_tensors,
+    read_checkpoint,
+    write_checkpoint,
+)
 from helpers.compressed import FLOAT as FLOAT_ARGUMENTS
 from helpers.compressed import written
 from helpers.families import write_family
@@ -138,10 +143,9 @@ def test_a_hybrid_stands_for_its_expanded_twin(tmp_path, kind):
 @pytest.mark.parametrize("strategy", ["block", "channel"])
 def test_latent_attention_expands_what_it_absorbs(tmp_path, strategy):
     """DeepSeek's checkpoints hold ``kv_b_proj`` in blocks, as its other projections."""
-    plain = write_latent(tmp_path / "plain", "deepseek_v3")
-    config = json.loads((plain / "config.json").read_text())
+    config, tensors = read_checkpoint(write_latent(tmp_path / "plain", "deepseek_v3"))
     stored, meant = quantize_tensors(
-        load_file(plain / "model.safetensors"),
+        tensors,
         strategy,
         scale_name="weight_scale",
         chosen=lambda name: name.endswith(("proj.weight", "mqa.weight")) and ".mlp." not in name,
@@ -156,10 +160,9 @@ def test_latent_attention_expands_what_it_absorbs(tmp_path, strategy):
 def test_experts_of_minimax_as_they_are_published(tmp_path):
     """Projections in blocks under Mixtral's names. All experts are chosen, as roundings may."""
     sizes = {"num_local_experts": 2, "num_experts_per_tok": 2}
-    plain = write_family(tmp_path / "plain", "minimax_m2", **sizes)
-    config = json.loads((plain / "config.json").read_text())
+    config, tensors = read_checkpoint(write_family(tmp_path / "plain", "minimax_m2", **sizes))
     stored, meant = quantize_tensors(
-        load_file(plain / "model.safetensors"),
+        tensors,
         chosen=lambda name: name.endswith(tuple(f"{end}.weight" for end in ("proj", *MIXTRAL))),
     )
     expected = logits_of(load(write_checkpoint(tmp_path / "meant", config, meant)))
@@ -381,9 +384,6 @@ def test_a_linear_in_floats_without_a_scale_is_what_it_is(tmp_path):
 
 
 def test_scales_that_nobody_reads_are_refused(tmp_path):
-    path = write_block(tmp_path)
-    config = json.loads((path / "config.json").read_text())
-    del config["quantization_config"]
-    (path / "config.json").write_text(json.dumps(config))
+    path = change_config(write_block(tmp_path), quantization_config=None)
     with pytest.raises(UnsupportedError, match="dtype F8_E4M3"):
         load(path)

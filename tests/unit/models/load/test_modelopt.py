@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
+from helpers.checkpoints import read_checkpoint, write_checkpoint
 from helpers.compressed import written
 from helpers.forward import Bench, load
 from helpers.quantized import FLOAT, NVFP4, STATIC
@@ -37,25 +37,8 @@ def quantization(group: dict, **more) -> dict:
     } | more
 
 
-def folders(tmp_path):
-    """One for compressed-tensors' checkpoint and one for Model Optimizer's."""
-    (old := tmp_path / "old").mkdir()
-    (new := tmp_path / "new").mkdir()
-    return old, new
-
-
 def logits_of(folder) -> torch.Tensor:
     return Bench(load(folder), max_len=16).logits(TOKENS, [])
-
-
-def converted(folder, to, group: dict, rename, **more):
-    """The checkpoint in Model Optimizer's form; ``rename`` gives a tensor's new name and value."""
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = quantization(group, **more)
-    tensors = load_file(folder / "model.safetensors")
-    save_file(dict(rename(*one) for one in tensors.items()), to / "model.safetensors")
-    (to / "config.json").write_text(json.dumps(config))
-    return to
 
 
 def as_modelopt(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
@@ -67,22 +50,35 @@ def as_modelopt(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     return name, tensor
 
 
+def both_forms(folder, group: dict, theirs: dict, rename=as_modelopt, ignore=("lm_head",)):
+    """A checkpoint that compressed-tensors wrote, and its values in Model Optimizer's form.
+
+    ``rename`` gives a tensor's new name and value.
+    """
+    old = folder / "old"
+    written(old, {"group_0": {"targets": ["Linear"], **group}}, ignore)
+    config, tensors = read_checkpoint(old)
+    config["quantization_config"] = quantization(theirs)
+    renamed = dict(rename(*one) for one in tensors.items())
+    return old, write_checkpoint(folder / "new", config, renamed)
+
+
+TENSOR = {"weights": FLOAT | {"strategy": "tensor"}, "input_activations": STATIC}
+
+
 @pytest.mark.parametrize(
     ("group", "theirs"),
     [
-        ({"weights": FLOAT | {"strategy": "tensor"}, "input_activations": STATIC}, FLOAT8),
+        (TENSOR, FLOAT8),
         ({"weights": NVFP4}, SIXTEENTHS),
         ({"weights": NVFP4}, {"weights": FOUR, "targets": ["Linear", "Experts"]}),
     ],
 )
 def test_values_are_those_of_compressed_tensors(tmp_path, group, theirs):
-    old, new = folders(tmp_path)
-    written(old, {"group_0": {"targets": ["Linear"], **group}}, token_ids=TOKENS)
-    converted(old, new, theirs, as_modelopt)
+    old, new = both_forms(tmp_path, group, theirs)
     assert torch.equal(logits_of(new), logits_of(old))
 
 
-TENSOR = {"weights": FLOAT | {"strategy": "tensor"}, "input_activations": STATIC}
 LINEARS = (*(f"self_attn.{one}_proj" for one in "qkvo"), *(f"mlp.{one}_proj" for one in UP))
 BY_LAYER = {
     f"model.layers.{index}.{name}": {"quant_algo": "W4A16_NVFP4", "group_size": 16}
@@ -109,9 +105,8 @@ def told_by_a_file(folder, quantization: dict) -> None:
     ],
 )
 def test_a_file_of_its_own_says_the_same(tmp_path, group, told):
-    old, new = folders(tmp_path)
-    written(old, {"group_0": {"targets": ["Linear"], **group}}, token_ids=TOKENS)
-    told_by_a_file(converted(old, new, {}, as_modelopt), told)
+    old, new = both_forms(tmp_path, group, {})
+    told_by_a_file(new, told)
     assert torch.equal(logits_of(new), logits_of(old))
 
 
@@ -127,18 +122,16 @@ def test_a_file_of_its_own_says_the_same(tmp_path, group, told):
     ],
 )
 def test_a_file_of_its_own_that_cannot_be_read_is_refused(tmp_path, told, named):
-    (old := tmp_path / "old").mkdir()
-    written(old, {"group_0": {"targets": ["Linear"], "weights": NVFP4}}, token_ids=TOKENS)
-    told_by_a_file(old, told)
+    written(tmp_path, {"group_0": {"targets": ["Linear"], "weights": NVFP4}})
+    told_by_a_file(tmp_path, told)
     with pytest.raises(SametokenError, match=named):
-        load(old)
+        load(tmp_path)
 
 
 def test_a_linear_without_scales_is_not_quantized(tmp_path):
     """Whatever ``ignore`` says, whose names may have wildcards."""
-    old, new = folders(tmp_path)
-    written(old, {"group_0": {"targets": ["Linear"], "weights": NVFP4}}, ["lm_head", "re:.*gate.*"])
-    converted(old, new, SIXTEENTHS, as_modelopt)
+    ignore = ["lm_head", "re:.*gate.*"]
+    old, new = both_forms(tmp_path, {"weights": NVFP4}, SIXTEENTHS, ignore=ignore)
     assert torch.equal(logits_of(new), logits_of(old))
 
 
@@ -174,13 +167,10 @@ def test_what_is_not_implemented_is_refused_by_its_key(group, more, named):
 
 
 def test_a_matrix_without_its_factor_is_refused(tmp_path):
-    old, new = folders(tmp_path)
-    written(old, {"group_0": {"targets": ["Linear"], "weights": NVFP4}}, token_ids=TOKENS)
-
     def without_factor(name, tensor):
         name, tensor = as_modelopt(name, tensor)
         return name.replace("up_proj.weight_scale_2", "up_proj.other"), tensor
 
-    converted(old, new, SIXTEENTHS, without_factor)
+    _, new = both_forms(tmp_path, {"weights": NVFP4}, SIXTEENTHS, without_factor)
     with pytest.raises(CheckpointError, match="up_proj"):
         load(new)

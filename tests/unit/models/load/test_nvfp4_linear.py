@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from helpers.checkpoints import read_checkpoint, write_checkpoint
 from helpers.compressed import compressed, written
 from helpers.forward import CPU, TOKENS, load, logits_of
 from helpers.quantized import NVFP4
@@ -42,14 +41,12 @@ def test_logits_are_those_of_the_library_that_wrote_the_file(checkpoint):
 def test_activations_are_not_rounded_whatever_the_file_asks_for(checkpoint, tmp_path):
     """Their scale is of no use here, even if it is none, as of an expert that no row had chosen."""
     folder, _ = checkpoint
-    config = json.loads((folder / "config.json").read_text())
+    config, tensors = read_checkpoint(folder)
     (group,) = config["quantization_config"]["config_groups"].values()
     group["input_activations"] = NVFP4 | {"dynamic": "local", "observer": "static_minmax"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith("weight_global_scale")]:
         tensors[name.replace("weight", "input")] = torch.zeros(1)
-    save_file(tensors, tmp_path / "model.safetensors")
+    write_checkpoint(tmp_path, config, tensors)
     assert torch.equal(logits_of(load(tmp_path)), logits_of(load(folder)))
 
 
@@ -80,12 +77,10 @@ def test_ranks_divide_rows_and_whole_groups(checkpoint):
 
 def copied(folder, to, **changes):
     """The checkpoint with tensors of the gate changed."""
-    tensors = load_file(folder / "model.safetensors")
+    config, tensors = read_checkpoint(folder)
     for name, change in changes.items():
         tensors[f"{GATE}.{name}"] = change(tensors[f"{GATE}.{name}"])
-    (to / "config.json").write_text((folder / "config.json").read_text())
-    save_file(tensors, to / "model.safetensors")
-    return to
+    return write_checkpoint(to, config, tensors)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from helpers.families import (
     random_model,
     write_family,
 )
-from helpers.forward import CPU, Bench, OneRun, load
+from helpers.forward import CPU, Bench, load, require_logits_by_kernels
 from helpers.harness import requests_of, run
 from helpers.latents import LATENTS, drawn_latent, fixed_latent, write_latent
 from helpers.parity import (
@@ -43,8 +43,6 @@ from sametoken.models.load.sent import SentTensors
 from sametoken.models.load.weights import WeightReader
 from sametoken.models.mistral import MistralForCausalLM
 from sametoken.models.qwen2 import MiMoForCausalLM
-from sametoken.ops.model.gemm.tuning import GemmTable
-from sametoken.ops.triton import TritonKernels
 
 PROMPT = torch.randint(VOCAB, (41,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -252,18 +250,13 @@ def test_kv_memory_does_not_choose_longrope_s_factors(tmp_path):
     assert little == much == emitted(path, None, 1.0, 128).tokens
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, under the interpreter")
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 @pytest.mark.parametrize(
     "name", ["falcon_h1", "gemma3", "glm4_moe", "gpt_oss", "olmo2", "hunyuan_dense"]
 )
 def test_kernels_of_a_gpu_give_the_reference_s_logits(tmp_path, name):
     path = write_family(tmp_path, name, num_hidden_layers=2)
-    wanted = OneRun(load(path), max_len=16).logits(PROMPT[:6], [])
-    ours = load(path, TritonKernels(GemmTable()))
-    whole = OneRun(ours, max_len=16).logits(PROMPT[:6], [])
-    torch.testing.assert_close(whole, wanted, rtol=1e-4, atol=1e-4)
-    assert torch.equal(OneRun(ours, max_len=16).logits(PROMPT[:6], [3, 1]), whole)
+    require_logits_by_kernels(path, PROMPT[:6], [3, 1])
 
 
 def test_two_ranks_agree_and_are_near_one(family):

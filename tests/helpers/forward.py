@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from helpers.recurrent import poison
@@ -12,8 +13,10 @@ from sametoken.models.base import HiddenStates
 from sametoken.models.decoder import Decoder
 from sametoken.models.loader import load_model
 from sametoken.ops.backend import AttentionRows, KeptRows, Kernels, RowRuns
+from sametoken.ops.model.gemm.tuning import GemmTable
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.step.reference import rows_at
+from sametoken.ops.triton import TritonKernels
 from sametoken.state.caches import ModelCache
 from sametoken.state.sequences import Sequences
 
@@ -110,3 +113,13 @@ class OneRun(Bench):
         count = len(slots)
         runs = RowRuns(1, count, torch.tensor([0, count]), 0, 0)
         return replace(super().rows_at(slots, positions), runs=runs)
+
+
+def require_logits_by_kernels(path, prompt: list[int], chunks: list[int]) -> None:
+    """A GPU's kernels, under the interpreter: near the reference, and chunks change no bit."""
+    if torch.cuda.is_available():
+        pytest.skip("runs on the CPU, under the interpreter")
+    ours, theirs = (load(path, kernels) for kernels in (TritonKernels(GemmTable()), None))
+    found, wanted = (OneRun(one, max_len=16).logits(prompt, []) for one in (ours, theirs))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert torch.equal(OneRun(ours, max_len=16).logits(prompt, chunks), found)

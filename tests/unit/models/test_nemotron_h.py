@@ -10,15 +10,13 @@ import torch
 from transformers import NemotronHConfig
 
 from helpers.checkpoints import write_checkpoint
-from helpers.forward import Bench, OneRun, load
+from helpers.forward import Bench, load, require_logits_by_kernels
 from helpers.nemotron import nemotron_config, nemotron_tensors, write_nemotron
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.loader import read_config
 from sametoken.models.nemotron_h import NemotronHForCausalLM
 from sametoken.ops.cache_types import PagedKV, Recurrent, Stateless
-from sametoken.ops.model.gemm.tuning import GemmTable
 from sametoken.ops.model.mamba2.rule import Mamba2
-from sametoken.ops.triton import TritonKernels
 
 
 def read(directory, **changes):
@@ -157,13 +155,6 @@ def test_experts_in_one_tensor_each_are_the_same(tmp_path):
     assert torch.equal(Bench(one).logits(prompt, []), Bench(other).logits(prompt, [2]))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, under the interpreter")
 def test_the_triton_kernels_run_every_layer(tmp_path):
-    """Under the interpreter where there is no GPU: near the reference, and chunks change no bit."""
     path = write_nemotron(tmp_path, pattern="M*E-", moe_latent_size=6)
-    kernels, prompt = TritonKernels(GemmTable()), [1, 5, 3, 2, 7, 7]
-    wanted = Bench(load(path)).logits(prompt, [])
-    model = load(path, kernels)
-    found = OneRun(model).logits(prompt, [])
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    assert torch.equal(OneRun(model).logits(prompt, [1, 4]), found)
+    require_logits_by_kernels(path, [1, 5, 3, 2, 7, 7], [1, 4])

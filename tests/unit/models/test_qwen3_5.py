@@ -9,16 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import random_tensors, write_checkpoint
-from helpers.forward import Bench, OneRun, load
+from helpers.forward import Bench, load, require_logits_by_kernels
 from helpers.hybrids import write_hybrid
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.loader import read_config
-from sametoken.ops.backend import Kernels
 from sametoken.ops.cache_types import PagedKV, Recurrent
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
-from sametoken.ops.model.gemm.tuning import GemmTable
-from sametoken.ops.reference import ReferenceKernels
-from sametoken.ops.triton import TritonKernels
 
 CONFIG = {
     "architectures": ["Qwen3_5MoeForCausalLM"],
@@ -214,25 +210,10 @@ def test_the_text_part_is_named_by_its_architecture(checkpoint):
     assert Bench(load(checkpoint)).logits([1, 2, 3], []).isfinite().all()
 
 
-PROMPT = [3, 1, 4, 1, 5, 9]
-
-
-def bench(path, kernels: Kernels) -> OneRun:
-    return OneRun(load(path, kernels), max_len=16)
-
-
-def by_kernels(path) -> OneRun:
-    return bench(path, TritonKernels(GemmTable()))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, under the interpreter")
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
 def test_logits_are_the_reference_s_in_whatever_chunks(tmp_path, kind):
     """Gated attention with partial rotation, Gated DeltaNet, a mixture of experts."""
     path = write_hybrid(
         tmp_path, kind, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]
     )
-    expected = bench(path, ReferenceKernels()).logits(PROMPT, [])
-    whole = by_kernels(path).logits(PROMPT, [])
-    torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-4)
-    assert torch.equal(by_kernels(path).logits(PROMPT, [3, 1]), whole)
+    require_logits_by_kernels(path, [3, 1, 4, 1, 5, 9], [3, 1])

@@ -7,17 +7,15 @@ import torch
 
 from helpers import forward
 from helpers.checkpoints import write_checkpoint
-from helpers.forward import TOKENS, OneRun, logits_of
+from helpers.forward import TOKENS, logits_of, require_logits_by_kernels
 from helpers.mxfp4 import EXPERTS_0, MXFP4, made, write_mxfp4
 from helpers.thread_ranks import run_ranks
 from sametoken.bench.memory import load_shapes
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.load.mxfp4 import MAX_SCALE, expanded
 from sametoken.models.loader import read_config
-from sametoken.ops.model.gemm.tuning import GemmTable
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
-from sametoken.ops.triton import TritonKernels
 
 NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 NUMBERS += [-number for number in NUMBERS]
@@ -51,14 +49,8 @@ def test_logits_are_those_of_the_checkpoint_that_transformers_expands(tmp_path, 
     assert error < (1e-6 if dtype is torch.float32 else 4e-3)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, under the interpreter")
 def test_kernels_of_a_gpu_give_the_reference_s_logits(tmp_path):
-    path = write_mxfp4(tmp_path)
-    wanted = OneRun(load(path, dtype=torch.float32), max_len=16).logits(TOKENS, [])
-    ours = load(path, TritonKernels(GemmTable()), dtype=torch.float32)
-    whole = OneRun(ours, max_len=16).logits(TOKENS, [])
-    torch.testing.assert_close(whole, wanted, rtol=1e-4, atol=1e-4)
-    assert torch.equal(OneRun(ours, max_len=16).logits(TOKENS, [3, 1]), whole)
+    require_logits_by_kernels(write_mxfp4(tmp_path), TOKENS, [3, 1])
 
 
 @pytest.mark.parametrize("size", [64, 96])

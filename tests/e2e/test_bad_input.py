@@ -11,13 +11,13 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from helpers.chat_model import SPECIAL, vocab_size, write_chat_model
 from helpers.checkpoints import (
     LLAMA,
     VOCAB,
     change_config,
+    change_tensors,
     head_tensors,
     write_llama,
     write_speculators,
@@ -55,10 +55,7 @@ def edited(target, directory, config=None, tensors=None):
     """A copy of a checkpoint with some settings or tensors changed."""
     shutil.copytree(target, directory)
     change_config(directory, **config or {})
-    if tensors:
-        weights = load_file(directory / "model.safetensors") | tensors
-        save_file(weights, directory / "model.safetensors")
-    return directory
+    return change_tensors(directory, lambda old: old | (tensors or {}))
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +103,9 @@ def test_a_config_that_is_not_json(tmp_path):
 
 
 def test_a_missing_tensor(target, tmp_path):
+    name = "model.layers.1.mlp.up_proj.weight"
     directory = edited(target, tmp_path / "lacking")
-    weights = load_file(directory / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, directory / "model.safetensors")
+    change_tensors(directory, lambda old: {key: old[key] for key in old.keys() - {name}})
     cause = r"lacks the tensor model\.layers\.1\.mlp\.up_proj"
     refused(CheckpointError, cause, "checkpoint again", LLM, str(directory), **SIZES)
 

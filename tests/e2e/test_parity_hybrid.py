@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     Qwen3_5Config,
@@ -22,6 +21,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from helpers.checkpoints import change_tensors
 from helpers.forward import Bench, load
 from helpers.hybrids import FULL, LINEAR, TINY, merged_experts
 from helpers.parity import (
@@ -132,13 +132,6 @@ def transformers_model(config, seed: int):
     return randomised(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), seed)
 
 
-def rename(directory: Path, change) -> None:
-    """Rewrite a checkpoint's tensors; ``change`` maps the dict of them to another."""
-    file = directory / "model.safetensors"
-    tensors = change(load_file(file))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
-
-
 @drawn_models(16)
 @given(
     config=architectures(),
@@ -150,9 +143,8 @@ def rename(directory: Path, change) -> None:
 def test_random_hybrids_agree(config, seed, kernels, chunks, merge):
     theirs = transformers_model(config, seed)
     prompt = torch.randint(config.vocab_size, (37,)).tolist()
-    ours = saved_and_loaded(
-        theirs, kernels, partial(rename, change=merged_experts) if merge else None
-    )
+    edit = partial(change_tensors, change=merged_experts) if merge else None
+    ours = saved_and_loaded(theirs, kernels, edit)
     require_parity(ours, theirs, prompt, chunks)
     assert torch.equal(Bench(ours).logits(prompt, [1, 5, 20]), Bench(ours).logits(prompt, [1] * 36))
 
@@ -173,7 +165,7 @@ def test_the_text_part_of_a_model_that_also_sees(tmp_path, sparse, tied):
     tensors = load_file(tmp_path / "model.safetensors")
     assert "model.language_model.embed_tokens.weight" in tensors
     assert any(name.startswith("model.visual.") for name in tensors)
-    rename(
+    change_tensors(
         tmp_path, lambda tensors: merged_experts(tensors) | {"mtp.fc.weight": torch.zeros(32, 64)}
     )
     ours = load(tmp_path)
@@ -206,7 +198,7 @@ def test_a_config_as_qwen3_next_is_published(tmp_path):
         "torch_dtype": written.pop("dtype"),
     }
     (tmp_path / "config.json").write_text(json.dumps(written))
-    rename(tmp_path, lambda tensors: tensors | {"mtp.norm.weight": torch.zeros(32)})
+    change_tensors(tmp_path, lambda tensors: tensors | {"mtp.norm.weight": torch.zeros(32)})
     ours = load(tmp_path)
     prompt = torch.randint(61, (29,)).tolist()
     require_logits(ours, theirs, prompt, [11])

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from transformers import NemotronHConfig, NemotronHForCausalLM
 
+from helpers.checkpoints import change_tensors
 from helpers.forward import Bench
 from helpers.parity import BACKENDS, drawn_models, require_parity, saved_and_loaded
 
@@ -97,9 +97,9 @@ def rewritten(directory: Path, form: str) -> None:
         blocks = [{"block_type": OLD_NAMES[kind], **(own if kind == MOE else {})} for kind in kinds]
         config["block_configs"] = blocks
         config["architectures"] = ["NemotronHPuzzleForCausalLM"]
-        weights = directory / "model.safetensors"
-        tensors = load_file(weights)
-        save_file({n.replace("backbone.", "model."): t for n, t in tensors.items()}, weights)
+        change_tensors(
+            directory, lambda old: {n.replace("backbone.", "model."): t for n, t in old.items()}
+        )
     file.write_text(json.dumps(config))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -225,6 +226,13 @@ def read_checkpoint(directory: Path) -> tuple[dict, dict[str, torch.Tensor]]:
 def change_config(directory: Path, **changes) -> Path:
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return directory
+
+
+def change_tensors(directory: Path, change: Callable[[dict], dict]) -> Path:
+    """``change`` gives new tensors for the old ones."""
+    path = directory / "model.safetensors"
+    save_file({name: t.contiguous() for name, t in change(load_file(path)).items()}, path)
     return directory
 
 

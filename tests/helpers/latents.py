@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig
 
+from helpers.checkpoints import change_tensors
 from helpers.families import VOCAB, random_model
 from helpers.nextn_files import leave_last_layer, nextn_prefix, nextn_tensors
 
@@ -118,9 +119,7 @@ def write_nextn(directory: Path, name: str = "deepseek_v3", seed: int = 0, **cha
     """A random model and a random NextN module, whose embedding and head are copies."""
     config = fixed_latent(name, num_nextn_predict_layers=1, **changes)
     random_model(config, seed).save_pretrained(directory)
-    tensors = load_file(directory / "model.safetensors")
-    save_file(tensors | nextn_tensors(config, tensors, seed), directory / "model.safetensors")
-    return directory
+    return change_tensors(directory, lambda old: old | nextn_tensors(config, old, seed))
 
 
 def write_twin(directory: Path, name: str = "glm4_moe_lite", seed: int = 0) -> Path:

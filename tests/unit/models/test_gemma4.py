@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from helpers.checkpoints import change_config
+from helpers.checkpoints import change_config, change_tensors, read_checkpoint
 from helpers.families import write_family
 from helpers.forward import Bench, load, require_logits_by_kernels
 from sametoken.errors import CheckpointError, UnsupportedError
@@ -22,13 +21,12 @@ def checkpoint(tmp_path):
 def test_projections_of_layers_that_read_another_s_kv_are_not_read(checkpoint):
     """Published checkpoints have them."""
     wanted = Bench(load(checkpoint)).logits([1, 2, 3], [])
-    file, prefix = checkpoint / "model.safetensors", "model.layers.2.self_attn"
-    tensors = load_file(file)
-    assert f"{prefix}.k_proj.weight" not in tensors
+    prefix = "model.layers.2.self_attn"
     unread = {f"{prefix}.{name}.weight": torch.ones(3) for name in ("k_proj", "v_proj", "k_norm")}
-    save_file(tensors | unread, file)
+    assert not unread.keys() & read_checkpoint(checkpoint)[1].keys()
+    change_tensors(checkpoint, lambda tensors: tensors | unread)
     assert torch.equal(Bench(load(checkpoint)).logits([1, 2, 3], []), wanted)
-    save_file(tensors | {f"{prefix}.sinks": torch.ones(3)}, file)
+    change_tensors(checkpoint, lambda tensors: tensors | {f"{prefix}.sinks": torch.ones(3)})
     with pytest.raises(UnsupportedError, match=r"does not use: model.layers.2.self_attn.sinks"):
         load(checkpoint)
 

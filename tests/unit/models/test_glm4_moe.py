@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.checkpoints import change_config
+from helpers.checkpoints import change_config, change_tensors, read_checkpoint, write_checkpoint
 from helpers.families import fixed_config, random_model, write_family
 from helpers.forward import CPU, load
 from helpers.harness import request, run
@@ -27,16 +27,13 @@ def written(tmp_path_factory):
 
 @pytest.fixture
 def checkpoint(written, tmp_path):
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((written / name).read_bytes())
-    return tmp_path
+    return write_checkpoint(tmp_path, *read_checkpoint(written))
 
 
 @pytest.mark.parametrize(("layer", "known"), [(3, True), (4, False), (30, False)])
 def test_the_next_layer_s_tensors_alone_are_left(checkpoint, layer, known):
-    tensors = load_file(checkpoint / "model.safetensors")
-    tensors[f"model.layers.{layer}.eh_proj.weight"] = torch.zeros(32, 64)
-    save_file(tensors, checkpoint / "model.safetensors")
+    added = {f"model.layers.{layer}.eh_proj.weight": torch.zeros(32, 64)}
+    change_tensors(checkpoint, lambda tensors: tensors | added)
     if known:
         assert load(checkpoint).config.num_layers == 3
     else:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from helpers.checkpoints import change_config
+from helpers.checkpoints import change_config, change_tensors
 from helpers.forward import Bench, load
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.load import sources
@@ -46,13 +46,6 @@ def pristine(tmp_path_factory):
 @pytest.fixture
 def checkpoint(pristine, tmp_path):
     return shutil.copytree(pristine, tmp_path / "copy")
-
-
-def change_tensors(directory, change):
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
 
 
 def require_same_logits(*directories):
@@ -108,16 +101,17 @@ def test_a_tied_head_that_differs_is_refused(checkpoint):
     with pytest.raises(CheckpointError, match=r"lm_head\.weight differs"):
         load(checkpoint)
 
-    def tie(tensors):
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-
-    change_tensors(checkpoint, tie)
+    embedding = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
+    change_tensors(checkpoint, lambda tensors: tensors | {"lm_head.weight": embedding})
     model = load(checkpoint)
     assert model.head is model.embedding
 
 
 def test_a_head_neither_stored_nor_tied_is_refused_with_both_remedies(checkpoint):
-    change_tensors(checkpoint, lambda tensors: tensors.pop("lm_head.weight"))
+    change_tensors(
+        checkpoint,
+        lambda tensors: {name: tensors[name] for name in tensors.keys() - {"lm_head.weight"}},
+    )
     with pytest.raises(CheckpointError, match=r"lacks the tensor lm_head.*not tie") as caught:
         load(checkpoint)
     assert "set tie_word_embeddings to true" in caught.value.remedy
@@ -128,11 +122,9 @@ def test_a_head_neither_stored_nor_tied_is_refused_with_both_remedies(checkpoint
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_files_of_other_floating_dtypes_are_converted(checkpoint, dtype):
-    def convert(tensors):
-        for name in tensors:
-            tensors[name] = tensors[name].to(dtype)
-
-    change_tensors(checkpoint, convert)
+    change_tensors(
+        checkpoint, lambda tensors: {name: one.to(dtype) for name, one in tensors.items()}
+    )
     model = load(checkpoint, dtype=torch.bfloat16)
     expected = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(model.embedding.matrix, expected.to(torch.bfloat16))
@@ -140,10 +132,8 @@ def test_files_of_other_floating_dtypes_are_converted(checkpoint, dtype):
 
 
 def test_derived_rotary_tensors_of_old_files_are_not_used(pristine, checkpoint):
-    def add(tensors):
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-
-    change_tensors(checkpoint, add)
+    derived = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    change_tensors(checkpoint, lambda tensors: tensors | derived)
     require_same_logits(pristine, checkpoint)
 
 
@@ -176,10 +166,7 @@ def test_truncated_safetensors(checkpoint, size):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.int64])
 def test_dtypes_that_cannot_be_converted(checkpoint, dtype):
-    def convert(tensors):
-        tensors[K_PROJ] = tensors[K_PROJ].to(dtype)
-
-    change_tensors(checkpoint, convert)
+    change_tensors(checkpoint, lambda tensors: tensors | {K_PROJ: tensors[K_PROJ].to(dtype)})
     with pytest.raises(UnsupportedError, match=rf"{K_PROJ} .* has dtype"):
         load(checkpoint)
 
@@ -228,6 +215,7 @@ def test_pickled_files_of_other_things_are_refused(checkpoint):
 def test_values_that_are_not_finite_are_named(checkpoint, name, value):
     def spoil(tensors):
         tensors[name].view(-1)[7] = value
+        return tensors
 
     change_tensors(checkpoint, spoil)
     with pytest.raises(CheckpointError, match=f"{name} .* NaN or infinite"):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from helpers.checkpoints import random_tensors, write_checkpoint
+from helpers.checkpoints import change_config, change_tensors, random_tensors, write_checkpoint
 from helpers.forward import Bench, load, require_logits_by_kernels
 from helpers.hybrids import write_hybrid
 from sametoken.errors import CheckpointError, UnsupportedError
@@ -83,15 +84,6 @@ def checkpoint(tmp_path):
     return write_checkpoint(tmp_path, CONFIG, random_tensors(shapes(), seed=0))
 
 
-def change_config(directory, **changes):
-    (directory / "config.json").write_text(json.dumps(CONFIG | changes))
-
-
-def change_tensors(directory, **changes):
-    file = directory / "model.safetensors"
-    save_file(load_file(file) | changes, file)
-
-
 def test_what_slots_and_blocks_hold(checkpoint):
     model = load(checkpoint, dtype=torch.bfloat16)
     recurrent, attention = model.caches
@@ -107,13 +99,14 @@ def test_what_slots_and_blocks_hold(checkpoint):
 
 
 def test_full_attention_alone_has_no_recurrent_state(checkpoint):
-    tensors = load_file(checkpoint / "model.safetensors")
-    tensors = {
-        name.replace("layers.1", "layers.0"): tensor
-        for name, tensor in tensors.items()
-        if "layers.0" not in name
-    }
-    save_file(tensors, checkpoint / "model.safetensors")
+    change_tensors(
+        checkpoint,
+        lambda tensors: {
+            name.replace("layers.1", "layers.0"): tensor
+            for name, tensor in tensors.items()
+            if "layers.0" not in name
+        },
+    )
     change_config(checkpoint, num_hidden_layers=1, layer_types=["full_attention"])
     model = load(checkpoint)
     assert [type(cache) for cache in model.caches] == [PagedKV]
@@ -142,12 +135,14 @@ def test_dummy_weights_run(checkpoint):
 
 
 def test_tied_embeddings_of_a_nested_decoder_are_compared(checkpoint):
-    tensors = load_file(checkpoint / "model.safetensors")
-    tensors = {name.replace("model.", "model.language_model."): t for name, t in tensors.items()}
-    save_file(tensors, checkpoint / "model.safetensors")
+    change_tensors(checkpoint, partial(with_decoder_at, "model.language_model."))
     change_config(checkpoint, tie_word_embeddings=True)
     with pytest.raises(CheckpointError, match=r"differs from model\.language_model\.embed_tokens"):
         load(checkpoint)
+
+
+def with_decoder_at(prefix, tensors):
+    return {name.replace("model.", prefix): tensor for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize(
@@ -157,10 +152,9 @@ def test_tied_embeddings_of_a_nested_decoder_are_compared(checkpoint):
 def test_a_decoder_and_its_encoder_of_images_load_by_any_prefix(checkpoint, repeated, encoder):
     """transformers 5.4 to 5.5.3 repeats the decoder's (transformers#45216 and #45357)."""
     nested = "model." + "language_model." * repeated
-    tensors = load_file(checkpoint / "model.safetensors")
-    tensors = {name.replace("model.", nested): t for name, t in tensors.items()}
-    tensors[f"{encoder}.blocks.0.norm1.weight"] = torch.zeros(3)
-    save_file(tensors, checkpoint / "model.safetensors")
+    change_tensors(checkpoint, partial(with_decoder_at, nested))
+    of_images = {f"{encoder}.blocks.0.norm1.weight": torch.zeros(3)}
+    change_tensors(checkpoint, lambda tensors: tensors | of_images)
     change_config(checkpoint, architectures=["Qwen3_5MoeForConditionalGeneration"])
     load(checkpoint)
 
@@ -194,10 +188,10 @@ def test_stacked_experts_are_checked(checkpoint):
     name = "model.layers.1.mlp.experts.down_proj"
     broken = torch.zeros(3, 16, 12)
     broken[2, 3, 4] = torch.nan
-    change_tensors(checkpoint, **{name: broken})
+    change_tensors(checkpoint, lambda tensors: tensors | {name: broken})
     with pytest.raises(CheckpointError, match=rf"{name} .* NaN"):
         load(checkpoint)
-    change_tensors(checkpoint, **{name: torch.zeros(3, 12, 16)})
+    change_tensors(checkpoint, lambda tensors: tensors | {name: torch.zeros(3, 12, 16)})
     with pytest.raises(CheckpointError, match=r"has shape \[3, 12, 16\]"):
         load(checkpoint)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from helpers.checkpoints import LLAMA, llama_shapes, random_weight, write_checkpoint
+from helpers.checkpoints import LLAMA, change_tensors, llama_shapes, random_weight, write_checkpoint
 from helpers.compressed import written
 from helpers.forward import CPU, TOKENS, load, logits_of
 from helpers.thread_ranks import run_ranks
@@ -294,27 +293,15 @@ def test_broken_files_are_refused_by_the_name_of_the_tensor(tmp_path, name):
         load(write(tmp_path, "gptq", 32, edit))
 
 
-def write_by_library(folder):
-    """A checkpoint of ``pack-quantized``, and the tensors of its file."""
+def test_a_shape_may_be_stored_in_32_bits_and_must_be_the_config_s(tmp_path):
+    """As transformers saves a compressed model again."""
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}}
-    written(folder, groups)
-    return load_file(folder / "model.safetensors")
-
-
-def test_a_shape_may_be_stored_in_32_bits(tmp_path):
-    """As transformers saves a compressed model again."""
-    tensors = write_by_library(tmp_path)
-    narrow = {name: one.int() for name, one in tensors.items() if name.endswith("weight_shape")}
-    assert narrow
-    save_file(tensors | narrow, tmp_path / "model.safetensors")
+    written(tmp_path, groups)
+    shape = f"{Q_PROJ}.weight_shape"
+    change_tensors(tmp_path, lambda tensors: tensors | {shape: tensors[shape].int()})
     load(tmp_path)
-
-
-def test_a_shape_that_belies_the_config_is_refused(tmp_path):
-    tensors = write_by_library(tmp_path)
-    tensors[f"{Q_PROJ}.weight_shape"] += 1
-    save_file(tensors, tmp_path / "model.safetensors")
+    change_tensors(tmp_path, lambda tensors: tensors | {shape: tensors[shape] + 1})
     with pytest.raises(CheckpointError, match=r"q_proj.weight_shape .* says \[129, 129\]"):
         load(tmp_path)
 

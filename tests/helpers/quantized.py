@@ -15,6 +15,7 @@ from helpers.checkpoints import (
     write_checkpoint,
     write_llama,
 )
+from helpers.forward import load, logits_of
 from sametoken.models.quantize import W4A16, quantize_checkpoint
 from sametoken.models.rounding import float8, int4
 
@@ -131,6 +132,15 @@ def gptq_llama() -> tuple[dict, dict[str, torch.Tensor]]:
         order = torch.randperm(columns, generator=generator)
         stored[f"{module}.g_idx"] = (torch.arange(columns) // 32)[order].to(torch.int32)
     return config, stored
+
+
+def require_meant(folder, config, stored, meant, quantization: dict, kernels=None):
+    """The model of a quantized checkpoint; its logits are those of what the tensors stand for."""
+    wanted = logits_of(load(write_checkpoint(folder / "meant", config, meant)))
+    config = config | {"quantization_config": quantization}
+    model = load(write_checkpoint(folder / "stored", config, stored), kernels)
+    assert torch.allclose(logits_of(model), wanted, rtol=1e-4, atol=1e-4)
+    return model
 
 
 def write_with_lm_head(folder: Path, seed: int, scheme: str, **sizes) -> tuple[Path, Path]:

@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.checkpoints import LLAMA, change_tensors, llama_shapes, random_weight, write_checkpoint
+from helpers.checkpoints import (
+    LLAMA,
+    change_config,
+    change_tensors,
+    llama_shapes,
+    random_weight,
+    write_checkpoint,
+)
 from helpers.compressed import written
 from helpers.forward import CPU, TOKENS, load, logits_of
+from helpers.quantized import require_meant
 from helpers.thread_ranks import run_ranks
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.load.huggingface import open_weights
@@ -107,7 +115,7 @@ def write(folder, layout: str, size: int, edit=None, **options):
     )
 
 
-@pytest.mark.parametrize("kernels", [ReferenceKernels, NativeKernels])
+@pytest.mark.parametrize("kernels", [ReferenceKernels(), NativeKernels()])
 @pytest.mark.parametrize(
     ("layout", "size", "permuted"),
     [
@@ -120,35 +128,25 @@ def write(folder, layout: str, size: int, edit=None, **options):
     ],
 )
 def test_a_checkpoint_stands_for_its_expanded_twin(tmp_path, layout, size, permuted, kernels):
-    config, _, meant = made(layout, size, permuted=permuted)
-    expected = logits_of(load(write_checkpoint(tmp_path / "plain", config, meant)))
-    model = load(write(tmp_path / "int4", layout, size, permuted=permuted), kernels())
-    got = logits_of(model)
-    assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
-    assert torch.equal(logits_of(model, 1, 2), got)
+    twins = made(layout, size, permuted=permuted)
+    model = require_meant(tmp_path, *twins, quantization(layout, size), kernels)
+    assert torch.equal(logits_of(model, 1, 2), logits_of(model))
 
 
 def test_groups_of_any_multiple_of_32_run(tmp_path):
     sizes = {"hidden_size": 192, "intermediate_size": 192, "num_attention_heads": 6}
-    config, stored, meant = made("gptq", 96, **sizes)
-    expected = logits_of(load(write_checkpoint(tmp_path / "plain", config, meant)))
-    config |= {"quantization_config": quantization("gptq", 96)}
-    got = logits_of(load(write_checkpoint(tmp_path / "int4", config, stored)))
-    assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
+    require_meant(tmp_path, *made("gptq", 96, **sizes), quantization("gptq", 96))
 
 
 @pytest.mark.parametrize(("layout", "stored"), [("gptq", 7), ("gptq", 8), ("gptq_v2", 8)])
 def test_symmetric_zeros_are_8_whatever_is_stored(tmp_path, layout, stored):
     """Qwen/Qwen3.5-27B-GPTQ-Int4 says ``gptq`` and stores 8, which would be 9 (vllm#38966)."""
     config, tensors, meant = made(layout, 32, symmetric=True)
-    expected = logits_of(load(write_checkpoint(tmp_path / "plain", config, meant)))
     for name, tensor in tensors.items():
         if name.endswith(".qzeros"):
             groups, eights = tensor.shape
             tensors[name] = words(torch.full((groups, 8 * eights), stored))
-    config |= {"quantization_config": quantization(layout, 32, sym=True)}
-    got = logits_of(load(write_checkpoint(tmp_path / "int4", config, tensors)))
-    assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
+    require_meant(tmp_path, config, tensors, meant, quantization(layout, 32, sym=True))
 
 
 @pytest.mark.parametrize(
@@ -167,9 +165,7 @@ def test_auto_round_stores_one_of_the_layouts(tmp_path, packing, layout):
     own = {".*down_proj.*": {"group_size": 64}, Q_PROJ: {"bits": 16, "data_type": "fp"}}
     written = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False}
     written |= {"packing_format": packing, "extra_config": own}
-    expected = logits_of(load(write_checkpoint(tmp_path / "plain", config, meant)))
-    path = write_checkpoint(tmp_path / "int4", config | {"quantization_config": written}, stored)
-    assert torch.allclose(logits_of(load(path)), expected, rtol=1e-4, atol=1e-4)
+    require_meant(tmp_path, config, stored, meant, written)
 
 
 @pytest.mark.parametrize(("layout", "size", "permuted"), [("gptq", 64, True), ("awq", 32, False)])
@@ -216,19 +212,15 @@ def test_logits_are_those_of_the_library_that_packed_the_file(tmp_path, symmetri
 
 def test_gptq_s_lm_head_is_quantized_if_the_config_says_so(tmp_path):
     config, stored, meant = made("gptq", 32, permuted=True, chosen="lm_head.weight")
-    expected = logits_of(load(write_checkpoint(tmp_path / "plain", config, meant)))
-    for said in (True, False):
-        quantized_head = {"quantization_config": quantization("gptq", 32, lm_head=said)}
-        path = write_checkpoint(tmp_path / str(said), config | quantized_head, stored)
-        if not said:
-            with pytest.raises(CheckpointError, match=r"lacks the tensor lm_head.weight"):
-                load(path)
-            continue
-        model = load(path)
-        assert isinstance(model.head, Int4Weight)
-        assert torch.allclose(logits_of(model), expected, rtol=1e-4, atol=1e-4)
-        parts = run_ranks(2, lambda rank: logits_of(load(path, parallel=rank)))  # noqa: B023
-        assert all(torch.allclose(one, expected, rtol=1e-4, atol=1e-4) for one in parts)
+    model = require_meant(tmp_path, config, stored, meant, quantization("gptq", 32, lm_head=True))
+    assert isinstance(model.head, Int4Weight)
+    wanted = logits_of(model)
+    path = tmp_path / "stored"
+    for one in run_ranks(2, lambda rank: logits_of(load(path, parallel=rank))):
+        assert torch.allclose(one, wanted, rtol=1e-4, atol=1e-4)
+    change_config(path, quantization_config=quantization("gptq", 32, lm_head=False))
+    with pytest.raises(CheckpointError, match=r"lacks the tensor lm_head.weight"):
+        load(path)
 
 
 def test_parts_in_one_order_are_one_matrix_and_others_are_not(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from pathlib import Path
 from shutil import copytree, rmtree
 
@@ -15,7 +14,7 @@ from helpers.adapters import ATTENTION, MLP, in_memory, write_adapter, write_sta
 from helpers.chat_model import write_chat_model
 from helpers.checkpoints import write_llama
 from helpers.families import write_family
-from helpers.http_server import TOY_ENGINE, RunningServer, running_server
+from helpers.http_server import TOY_ENGINE, RunningServer, free_port, running_server
 from helpers.updates import NGRAM, PROMPTS, engine, params
 from sametoken import LLM, LoRARequest, RequestOutput, SamplingParams
 from sametoken.config import EngineConfig
@@ -43,10 +42,13 @@ def files(tmp_path_factory):
     return {"llama": target} | adapters
 
 
-def said(llm: LLM, chosen=None) -> list:
+def bits(output: RequestOutput) -> tuple:
     """Tokens and log-probabilities, to the bit."""
-    outputs = llm.generate(PROMPTS, params(), lora_request=chosen)
-    return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
+    return output.outputs[0].token_ids, output.outputs[0].logprobs
+
+
+def said(llm: LLM, chosen=None) -> list[tuple]:
+    return [bits(one) for one in llm.generate(PROMPTS, params(), lora_request=chosen)]
 
 
 @pytest.fixture(scope="module")
@@ -191,8 +193,7 @@ def test_what_goes_for_an_adapter_that_a_request_brings(files, truth):
         assert llm.adapters.names == ("all", "few")
         bring("down")
         assert llm.adapters.names == ("all", "down")
-        *_, last = stream
-        assert (last.outputs[0].token_ids, last.outputs[0].logprobs) == truth["all"][0]
+        assert bits([*stream][-1]) == truth["all"][0]
         llm.adapters.load("all", files["all"])
         for name in ("few", "down"):
             bring(name)
@@ -210,8 +211,7 @@ def test_a_request_that_runs_keeps_its_adapter(files, truth):
         llm.adapters.unload("a")
         with pytest.raises(RequestError, match="room for 1 adapters"):
             llm.adapters.load("b", files["few"])
-        *_, last = stream
-        assert (last.outputs[0].token_ids, last.outputs[0].logprobs) == truth["all"][0]
+        assert bits([*stream][-1]) == truth["all"][0]
         llm.adapters.load("b", files["few"])
         assert said(llm, "b") == truth["few"]
 
@@ -222,8 +222,7 @@ def test_a_request_on_its_way_has_the_adapter_that_is_there_when_it_comes(files,
         llm.adapters.load("a", files["all"])
         stream = llm.generate_stream(PROMPTS[0], params(), lora_request="a")
         llm.adapters.load("a", files["few"])
-        *_, last = stream
-        assert (last.outputs[0].token_ids, last.outputs[0].logprobs) == truth["few"][0]
+        assert bits([*stream][-1]) == truth["few"][0]
         stream = llm.generate_stream(PROMPTS[0], params(), lora_request="a")
         llm.adapters.unload("a")
         with pytest.raises(RequestError, match="there is no adapter 'a'"):
@@ -239,8 +238,7 @@ def test_a_request_that_waits_keeps_its_adapter(files, truth):
             llm.adapters.load("a", files["few"])
 
         outputs = llm.generate(PROMPTS, params(), lora_request="a", on_finished=replaced)
-        found = [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
-        assert found == truth["all"]
+        assert [bits(one) for one in outputs] == truth["all"]
         assert said(llm, "a") == truth["few"]
 
 
@@ -391,10 +389,7 @@ def test_adapters_come_from_trainers(client):
     sent = client.server.engine.adapters.load("sql", **own)
     asyncio.run_coroutine_threadsafe(sent, client.server._loop).result(120)
     client.answers_and_goes()
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    sender = WeightSender([client.server.url], port=port)
+    sender = WeightSender([client.server.url], port=free_port())
     sender.send_adapter("sql", **own)
     client.answers_and_goes()
     for name, bad, why in (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from huggingface_hub import constants
 
 from helpers.adapters import ATTENTION, write_adapter
 from helpers.chat_model import write_chat_model
+from helpers.events import events
 from helpers.http_server import TOY_ENGINE, running_server
 from helpers.hub import cache_snapshot
 from sametoken import LLM, AsyncLLM, LoRARequest, SamplingParams
@@ -35,8 +35,7 @@ def answered(client: httpx.Client, body: dict) -> tuple[int, ...]:
     more = {"prompt": PROMPT, "return_token_ids": True} | SAMPLING
     answer = client.post("/v1/completions", json=more | body)
     assert answer.status_code == 200, answer.text
-    lines = answer.text.splitlines() if body["stream"] else [f"data: {answer.text}"]
-    parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    parts = events(answer) if body["stream"] else [answer.json()]
     assert {part["model"] for part in parts} == {body["model"]}
     return tuple(token for part in parts for token in part["choices"][0]["token_ids"])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ import pytest
 
 from helpers.chat_model import write_chat_model
 from helpers.checkpoints import write_llama
+from helpers.events import events, merged_chat
 from helpers.http_server import running_server
 from helpers.updates import NGRAM, PROMPTS, engine, params
 from sametoken import SamplingParams
@@ -92,21 +92,13 @@ def test_what_a_trainer_reads_of_a_server(tmp_path):
             "top_logprobs": 2,
             **{name: body[name] for name in ("max_tokens", "return_tokens_as_token_ids")},
         }
-        events = httpx.post(f"{server.url}/v1/chat/completions", json=chat | {"stream": True})
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat | {"stream": True})
     assert [choice["prompt_token_ids"] for choice in choices[::2]] == body["prompt"]
     for choice in choices:
         names = [f"token_id:{token_id}" for token_id in choice["token_ids"]]
         assert choice["logprobs"]["tokens"] == names
         assert [list(top) for top in choice["logprobs"]["top_logprobs"]] == [[one] for one in names]
-    parts = [
-        json.loads(line[6:]) for line in events.text.splitlines() if line.startswith("data: {")
-    ]
-    found = [
-        entry
-        for part in parts
-        for choice in part["choices"]
-        for entry in (choice["logprobs"] or {"content": []})["content"]
-    ]
+    found = merged_chat(events(answer))[0]["logprobs"]
     assert len(found) == 6
     for entry in found:
         assert entry["token"].startswith("token_id:")

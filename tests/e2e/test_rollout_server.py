@@ -17,6 +17,7 @@ import torch
 
 from helpers.budgets import resident_bytes
 from helpers.chat_model import write_chat_model
+from helpers.events import events
 from helpers.http_server import TOY_ENGINE, TrainerClient, free_port, running_server
 from helpers.updates import forms_of, tensors_of
 from sametoken import LLM, SamplingParams
@@ -116,9 +117,8 @@ def test_streams_and_chats_have_versions(by_files):
         ("/v1/chat/completions", chat),
         ("/v1/completions", {"prompt": "in", "max_tokens": 4}),
     ):
-        text = httpx.post(client.url + path, json=body | {"stream": True}).text
-        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-        found = [c.get("weight_versions") for event in events for c in event["choices"]]
+        parts = events(httpx.post(client.url + path, json=body | {"stream": True}))
+        found = [c.get("weight_versions") for part in parts for c in part["choices"]]
         assert [now, now] in found
         assert all(one in (None, [now, now]) for one in found)
 

@@ -35,9 +35,11 @@ def twin(tmp_path_factory):
     return write_twin(tmp_path_factory.mktemp("twin"), seed=6)
 
 
-@pytest.fixture(scope="module", params=["granite_hybrid", "bamba", "falcon_h1"])
-def other(request, tmp_path_factory):
-    """Another family, without a module."""
+@pytest.fixture(scope="module", params=["nemotron", "granite_hybrid", "bamba", "falcon_h1"])
+def hybrid(request, tmp_path_factory):
+    """Of any family of them; the others have no module."""
+    if request.param == "nemotron":
+        return request.getfixturevalue("dense")
     return write_family(tmp_path_factory.mktemp(request.param), request.param, seed=2)
 
 
@@ -66,16 +68,12 @@ def test_no_drafter_changes_a_token(dense, spec, steps, dtype):
     assert drafted.offered > 0
 
 
-@pytest.mark.parametrize("script", ["right", "wrong", "mixed"])
-def test_adversarial_drafts_change_no_token(dense, script):
-    require_adversarial(load(dense), script)
-
-
-def test_nor_those_of_another_hybrid(other):
-    require_adversarial(load(other, dtype=torch.bfloat16), "mixed")
-
-
-def require_adversarial(model, script):
+@pytest.mark.parametrize(
+    ("script", "dtype"),
+    [("right", torch.float32), ("wrong", torch.float32), ("mixed", torch.bfloat16)],
+)
+def test_adversarial_drafts_change_no_token(hybrid, script, dtype):
+    model = load(hybrid, dtype=dtype)
     shape = Shape(prefix_caching=False, cache_emitted=False, max_model_len=64)
     items = [request(f"r{i}", p, max_tokens=MAX_TOKENS) for i, p in enumerate(PROMPTS)]
     truth = run(put_together(model, shape), items).tokens
@@ -117,31 +115,23 @@ def test_preempted_requests_go_on_from_their_state(twin, spec, monkeypatch):
     assert swapped, "nothing was preempted"
 
 
-def test_so_do_those_of_another_hybrid(other, monkeypatch):
-    core = build(other, NGRAM, num_kv_blocks=6, max_model_len=40)
+def test_so_do_those_of_any_hybrid(hybrid, monkeypatch):
+    core = build(hybrid, NGRAM, num_kv_blocks=6, max_model_len=40)
     swapped = swapped_by(core, monkeypatch)
-    assert run(core, requests()).tokens == plain(other)
+    assert run(core, requests()).tokens == plain(hybrid)
     assert swapped, "nothing was preempted"
 
 
-def test_a_kept_state_serves_the_next_turn(dense, monkeypatch):
-    require_kept_states(dense, monkeypatch)
-
-
-def test_and_that_of_another_hybrid(other, monkeypatch):
-    require_kept_states(other, monkeypatch)
-
-
-def require_kept_states(path, monkeypatch):
+def test_a_kept_state_serves_the_next_turn(hybrid, monkeypatch):
     """A prompt that goes on from an answer begins at the state that was kept near its end."""
     monkeypatch.setattr(kept_states, "INTERVAL", 2)
     options = {"block_size": 4, "max_model_len": 96, "kv_cache_memory_bytes": 2**22}
-    core = build(path, NGRAM, **options)
+    core = build(hybrid, NGRAM, **options)
     told = run(core, [request("a", range(17), max_tokens=8)]).tokens["a"]
     longer, cached = request("b", [*range(17), *told, 3, 1], max_tokens=8), cached_by(core)
     warm = run(core, [longer]).tokens
     assert max(cached) >= 16
-    assert warm == run(build(path, **options), [longer]).tokens
+    assert warm == run(build(hybrid, **options), [longer]).tokens
 
 
 def test_the_reference_says_the_same_with_drafts(dense, monkeypatch):

@@ -33,7 +33,7 @@ WALK = (
     "tests/unit/ops/model/recurrent/test_hopper.py"
     "::test_runs_of_any_length_have_the_bits_of_the_triton_form"
 )
-NEMOTRON_KEPT = f"{NEMOTRON}_a_kept_state_serves_the_next_turn"
+NEMOTRON_KEPT = f"{NEMOTRON}_a_kept_state_serves_the_next_turn[nemotron]"
 
 
 def with_parts(patch: pytest.MonkeyPatch, change: Callable[[SlotRows, Folded], SlotRows]) -> None:

@@ -12,7 +12,7 @@ from helpers.adapters import write_adapter
 from helpers.checkpoints import write_checkpoint
 from helpers.gguf_families import gguf_of, write_family_gguf
 from helpers.gguf_files import rewritten
-from helpers.harness import run
+from helpers.harness import Ran, run
 from helpers.hybrids import EXPERTS, FULL, LINEAR, twin_config, twin_tensors
 from helpers.latents import write_twin
 from helpers.small_engines import build, mtp, plain, requests
@@ -33,68 +33,60 @@ def latent_twin(directory):
     return directory, gguf_of(directory, "deepseek2", {"first_k_dense_replace": 1})
 
 
-def outcome(path, spec, **options):
-    drafted = run(build(path, spec, dtype="float32", **options), requests())
-    return drafted.tokens, drafted.offered, drafted.accepted
+def drafted(path, spec, **options) -> Ran:
+    """With drafts, which change no token."""
+    plainly, found = (
+        run(build(path, each, **{"dtype": "float32"} | options), requests())
+        for each in (None, spec)
+    )
+    assert found.tokens == plainly.tokens
+    assert found.offered > 0
+    return found
 
 
 @pytest.mark.parametrize("write", [recurrent_twin, latent_twin])
 def test_a_module_that_is_the_target_is_it_in_a_file_too(tmp_path, write):
     directory, path = write(tmp_path / "model")
-    found, wanted = (outcome(each, mtp(3)) for each in (path, directory))
-    assert found == wanted
-    tokens, offered, accepted = found
-    assert tokens == plain(path)
-    assert accepted > 0.9 * offered
-
-
-@pytest.mark.parametrize("arch", ["qwen35moe", "glm4moe"])
-def test_a_module_drafts_from_a_file_as_from_the_checkpoint(tmp_path, arch):
-    changes = EXPERTS if arch == "qwen35moe" else {}
-    directory, path = write_family_gguf(tmp_path / "model", arch, changes)
-    found, wanted = (outcome(each, mtp(2)) for each in (path, directory))
-    assert found == wanted
-    tokens, offered, _ = found
-    assert tokens == plain(path)
-    assert offered > 0
-
-
-@pytest.mark.parametrize("arch", ["glm4moe", "qwen35moe", "deepseek2-flash"])
-def test_a_module_keeps_its_bits_beside_the_target_s(tmp_path, arch):
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 32} | (EXPERTS if "35" in arch else {})
-    tensor_type = GGMLQuantizationType.Q4_1
-    _, path = write_family_gguf(tmp_path / "model", arch, sizes, tensor_type=tensor_type)
-    tokens, offered, _ = outcome(path, mtp(2), load_format="gguf-packed")
-    assert tokens == outcome(path, None, load_format="gguf-packed")[0]
-    assert offered > 0
+    found = drafted(path, mtp(3))
+    assert found == drafted(directory, mtp(3))
+    assert found.accepted > 0.9 * found.offered
 
 
 def test_a_module_that_is_the_target_is_it_in_their_bits(tmp_path):
     _, path = recurrent_twin(tmp_path / "model", tensor_type=GGMLQuantizationType.Q8_0)
-    _, offered, accepted = outcome(path, mtp(3), load_format="gguf-packed")
-    assert accepted > 0.9 * offered
+    found = drafted(path, mtp(3), load_format="gguf-packed")
+    assert found.accepted > 0.9 * found.offered
 
 
 @pytest.mark.parametrize(
-    "arch", ["granitehybrid", "granitehybrid-bamba", "falcon-h1", "nemotron_h", "nemotron_h_moe"]
+    ("arch", "spec"),
+    [
+        *((arch, mtp(2)) for arch in ("qwen35moe", "glm4moe")),
+        *((arch, NGRAM) for arch in ("granitehybrid", "granitehybrid-bamba", "falcon-h1")),
+        *((arch, NGRAM) for arch in ("nemotron_h", "nemotron_h_moe")),
+    ],
 )
-def test_a_hybrid_of_mamba_2_is_its_checkpoint(tmp_path, arch):
-    directory, path = write_family_gguf(tmp_path / "model", arch)
-    found, wanted = (outcome(each, NGRAM) for each in (path, directory))
-    assert found == wanted
-    tokens, offered, _ = found
-    assert tokens == outcome(path, None)[0]
-    assert offered > 0
+def test_a_file_is_its_checkpoint(tmp_path, arch, spec):
+    """With drafts of its module, or beside those of an n-gram."""
+    changes = EXPERTS if arch == "qwen35moe" else {}
+    directory, path = write_family_gguf(tmp_path / "model", arch, changes)
+    assert drafted(path, spec) == drafted(directory, spec)
 
 
-@pytest.mark.parametrize("arch", ["granitehybrid", "nemotron_h_moe"])
-def test_drafts_change_no_token_of_a_hybrid_in_its_bits(tmp_path, arch):
-    sizes = {"hidden_size": 64, "intermediate_size": 64}
-    tensor_type = GGMLQuantizationType.Q8_0
+@pytest.mark.parametrize(
+    ("arch", "spec", "name"),
+    [
+        *((arch, mtp(2), "Q4_1") for arch in ("glm4moe", "qwen35moe", "deepseek2-flash")),
+        *((arch, NGRAM, "Q8_0") for arch in ("granitehybrid", "nemotron_h_moe")),
+    ],
+)
+def test_drafts_change_no_token_of_a_file_in_its_bits(tmp_path, arch, spec, name):
+    """Modules keep theirs beside the target's."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+    sizes |= EXPERTS if arch == "qwen35moe" else {}
+    tensor_type = GGMLQuantizationType[name]
     _, path = write_family_gguf(tmp_path / "model", arch, sizes, tensor_type=tensor_type)
-    tokens, offered, _ = outcome(path, NGRAM, load_format="gguf-packed")
-    assert tokens == outcome(path, None, load_format="gguf-packed")[0]
-    assert offered > 0
+    drafted(path, spec, load_format="gguf-packed")
 
 
 @pytest.mark.parametrize(("arch", "kind"), [("glm4moe", "NextN"), ("qwen35", "multi-token")])

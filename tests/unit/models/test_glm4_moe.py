@@ -9,10 +9,7 @@ from safetensors.torch import load_file, save_file
 from helpers.checkpoints import change_config, change_tensors, read_checkpoint, write_checkpoint
 from helpers.families import fixed_config, random_model, write_family
 from helpers.forward import CPU, load
-from helpers.harness import request, run
 from helpers.heads import require_defined_states, rms_norm
-from sametoken.config import EngineConfig
-from sametoken.engine.build import build_engine
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.heads.own_module import open_module
 from sametoken.models.loader import read_config
@@ -107,19 +104,3 @@ def test_the_module_computes_what_it_is_defined_as(tmp_path):
     plain, mixed = head.module.layer.mlp, quantized.module.layer.mlp
     assert mixed.routed.nbytes == plain.routed.nbytes
     assert mixed.shared.nbytes < plain.shared.nbytes
-
-
-def test_drafts_of_the_module_change_no_token(tmp_path):
-    write_module(tmp_path)
-
-    def emitted(spec):
-        options = {"device": "cpu", "max_model_len": 64, "num_kv_blocks": 60, "max_num_seqs": 3}
-        core = build_engine(
-            EngineConfig.from_options(model=str(tmp_path), speculative_config=spec, **options)
-        )
-        items = [request(f"r{i}", [3, 9, i], 20, temperature=0.7 * i, seed=i) for i in range(3)]
-        return run(core, items)
-
-    drafted = emitted({"method": "mtp", "num_speculative_tokens": 3})
-    assert drafted.offered > drafted.accepted
-    assert drafted.tokens == emitted(None).tokens

@@ -5,13 +5,13 @@ Latents are expanded, all but of the last token; recurrent layers run in chunks 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
 
 from helpers.adapters import write_adapter
+from helpers.checkpoints import change_config
 from helpers.families import write_family
 from helpers.harness import replayed_by, request, requests_of
 from helpers.hybrids import write_hybrid
@@ -257,9 +257,7 @@ def test_heads_that_kernels_do_not_expand_are_refused_before_weights_are_read(
     tmp_path, monkeypatch
 ):
     """These would be found to be of another size."""
-    path = LATENTS.write(tmp_path) / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"qk_nope_head_dim": 1024, "qk_rope_head_dim": 8}))
+    path = change_config(LATENTS.write(tmp_path), qk_nope_head_dim=1024, qk_rope_head_dim=8)
     monkeypatch.setenv("SAMETOKEN_KERNELS", "native")
     with pytest.raises(UnsupportedError, match=r"head_dim 1032 .* Leave fast_prompts_from out"):
-        build_engine(config_of(path.parent, device="cpu", skip_tokenizer_init=True))
+        build_engine(config_of(path, device="cpu", skip_tokenizer_init=True))

@@ -81,9 +81,16 @@ KIMI_K2 = {
 }
 
 
-def written(directory, config, **changes):
-    (directory / "config.json").write_text(json.dumps(config | changes))
+def written(directory, config):
+    (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+def small(name: str = "deepseek_v3", **changes) -> dict:
+    """A config as transformers writes it."""
+    architecture = {"deepseek_v3": "DeepseekV3ForCausalLM", "deepseek_v2": "DeepseekV2ForCausalLM"}
+    config = json.loads(fixed_latent(name).to_json_string())
+    return config | {"architectures": [architecture[name]]} | changes
 
 
 def test_glm_flash_has_its_published_size_and_keeps_576_elements_a_token(tmp_path):
@@ -120,17 +127,15 @@ def test_only_a_scaled_rope_with_mscale_all_dim_scales_the_scores(tmp_path):
         (YARN | {"mscale_all_dim": 0}, 1.0),
         ({"rope_type": "default", "rope_theta": 100.0, "mscale_all_dim": 1.0}, 1.0),
     ):
-        config = json.loads(fixed_latent("deepseek_v3").to_json_string())
-        config |= {"rope_parameters": rope, "architectures": ["DeepseekV3ForCausalLM"]}
-        found = latent_sizes(read_config(written(tmp_path, config)), "here").scale
+        config = read_config(written(tmp_path, small(rope_parameters=rope)))
+        found = latent_sizes(config, "here").scale
         assert found == pytest.approx(plain * factor)
 
 
 @pytest.mark.parametrize("given", [None, False, True, ...])
 def test_switches_that_are_null_are_off_and_absent_ones_on(tmp_path, given):
     """As in transformers: test_parity_families.py compares the logits."""
-    config = json.loads(fixed_latent("deepseek_v3").to_json_string())
-    config |= {"architectures": ["DeepseekV3ForCausalLM"]}
+    config = small()
     for key in ("norm_topk_prob", "rope_interleave"):
         del config[key]
         config |= {} if given is ... else {key: given}
@@ -152,17 +157,14 @@ def test_dense_and_sparse_layers_lie_where_the_config_says(tmp_path):
 
 def test_every_other_layer_may_be_sparse(tmp_path):
     """``moe_layer_freq``, which transformers does not read."""
-    config = json.loads(fixed_latent("deepseek_v3").to_json_string())
-    config |= {"architectures": ["DeepseekV3ForCausalLM"], "moe_layer_freq": 2}
-    written(tmp_path, config, first_k_dense_replace=0)
-    model = load(tmp_path, load_format="dummy")
+    config = small(moe_layer_freq=2, first_k_dense_replace=0)
+    model = load(written(tmp_path, config), load_format="dummy")
     kinds = [type(layer.mlp) for layer in model.layers]
     assert kinds == [SparseMoE, GatedMLP, SparseMoE]
 
 
 def test_a_model_without_shared_experts_runs(tmp_path):
-    config = json.loads(fixed_latent("deepseek_v3").to_json_string())
-    config |= {"architectures": ["DeepseekV3ForCausalLM"], "n_shared_experts": None}
+    config = small(n_shared_experts=None)
     model = load(written(tmp_path, config), select_kernels(CPU), load_format="dummy")
     assert Bench(model).logits([1, 2, 3], []).isfinite().all()
 
@@ -191,9 +193,7 @@ def test_a_model_without_shared_experts_runs(tmp_path):
     ],
 )
 def test_impossible_and_other_settings_are_refused_by_name(tmp_path, name, changes, error, message):
-    config = json.loads(fixed_latent(name).to_json_string())
-    architecture = {"deepseek_v3": "DeepseekV3ForCausalLM", "deepseek_v2": "DeepseekV2ForCausalLM"}
-    written(tmp_path, config | {"architectures": [architecture[name]]}, **changes)
+    written(tmp_path, small(name, **changes))
     with pytest.raises(error, match=message) as caught:
         load(tmp_path, load_format="dummy")
     assert caught.value.remedy

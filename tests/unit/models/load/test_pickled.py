@@ -15,9 +15,8 @@ from helpers.checkpoints import (
     write_speculators,
 )
 from helpers.forward import Bench, load
-from helpers.harness import request, run
-from sametoken.config import EngineConfig
-from sametoken.engine.build import build_engine
+from helpers.harness import run
+from helpers.small_engines import build, plain, requests
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.load.files import INDEX_PICKLED
 from sametoken.models.load.pickled import PickledSource, load_tensors
@@ -101,12 +100,11 @@ def test_tensors_of_another_dtype_are_refused(tmp_path):
         next(source.chunks("w"))
 
 
-def emitted(target, spec):
-    options = {"device": "cpu", "max_model_len": 48, "num_kv_blocks": 40, "max_num_seqs": 2}
-    core = build_engine(
-        EngineConfig.from_options(model=str(target), speculative_config=spec, **options)
-    )
-    return run(core, [request("r", PROMPT, 20)])
+def require_drafts(target, head, **spec):
+    """That change no token."""
+    drafted = run(build(target, {"model": str(head)} | spec, dtype="auto"), requests())
+    assert drafted.offered
+    assert drafted.tokens == plain(target, "auto")
 
 
 def test_a_head_as_eagle_s_authors_publish_it(tmp_path):
@@ -114,9 +112,7 @@ def test_a_head_as_eagle_s_authors_publish_it(tmp_path):
     target = write_llama(tmp_path / "target", torch_dtype="bfloat16")
     tensors = eagle1_tensors() | {"embed_tokens.weight": torch.randn(VOCAB, 16)}
     head = as_pickle(write_eagle1(tmp_path / "head", tensors))
-    drafted = emitted(target, {"model": str(head), "num_speculative_tokens": 3})
-    assert drafted.offered
-    assert drafted.tokens == emitted(target, None).tokens
+    require_drafts(target, head, num_speculative_tokens=3)
 
 
 def test_a_head_in_the_layout_of_speculators(tmp_path):
@@ -138,6 +134,4 @@ def test_a_head_in_the_layout_of_speculators(tmp_path):
         speculators_version="0.1.0.dev42",
         torch_dtype="bfloat16",
     )
-    drafted = emitted(target, {"model": str(head)})
-    assert drafted.offered
-    assert drafted.tokens == emitted(target, None).tokens
+    require_drafts(target, head)

@@ -39,54 +39,47 @@ class Times:
         return self.covers(began, time.monotonic())
 
 
+@dataclass
 class Bomber:
     """Sends hostile requests in sequence and checks status and time of the answers.
 
-    Args:
-        address: address of the server.
-        chance: random generator.
-        tally: collects the outcomes.
+    Attributes:
         budget_s: time limit of an answer.
         pause_s: pause after a bomb.
     """
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        chance: random.Random,
-        tally: StatsCollector,
-        budget_s: float,
-        pause_s: float,
-    ) -> None:
-        self._address, self._chance, self._collector = address, chance, tally
-        self._budget_s, self._pause_s = budget_s, pause_s
+    address: tuple[str, int]
+    chance: random.Random
+    tally: StatsCollector
+    budget_s: float
+    pause_s: float
 
     async def run(self) -> None:
         """Run until cancelled."""
-        for name, path, content in bombs(self._chance, _MUTATIONS_PER_BOMB):
+        for name, path, content in bombs(self.chance, _MUTATIONS_PER_BOMB):
             await self._throw(name, path, content)
-            await asyncio.sleep(0.02 if name == "mutation" else self._pause_s)
+            await asyncio.sleep(0.02 if name == "mutation" else self.pause_s)
 
     async def _throw(self, name: str, path: str, content: bytes) -> None:
-        self._collector.sent["bomber"] += 1
+        self.tally.sent["bomber"] += 1
         shown = f"{name}: {path}, {len(content)} bytes: {_shown(content)}"
         began = time.monotonic()
         try:
-            with self._collector.timed("bomber", shown):
+            with self.tally.timed("bomber", shown):
                 async with asyncio.timeout(PATIENCE_S):
-                    head, body = await fetch(self._address, "POST", path, content)
+                    head, body = await fetch(self.address, "POST", path, content)
         except (LostError, TimeoutError) as error:
-            self._collector.lose("bomber", f"{shown}: {error!r}")
+            self.tally.lose("bomber", f"{shown}: {error!r}")
             return
         finally:
             seconds = time.monotonic() - began
-            self._collector.thrown.append((began, seconds, shown))
-        self._collector.statuses[f"bomber {head.status}"] += 1
-        self._collector.outcomes[name][str(head.status)] += 1
+            self.tally.thrown.append((began, seconds, shown))
+        self.tally.statuses[f"bomber {head.status}"] += 1
+        self.tally.outcomes[name][str(head.status)] += 1
         fault = fault_of(head, body)
-        if fault or seconds > self._budget_s:
+        if fault or seconds > self.budget_s:
             fault = fault or f"{seconds:.1f} s, which is too long"
-            self._collector.lose("bomber", f"{fault}: {shown}: {head.status} {body[:300]!r}")
+            self.tally.lose("bomber", f"{fault}: {shown}: {head.status} {body[:300]!r}")
 
 
 def _shown(content: bytes) -> str:
@@ -123,55 +116,48 @@ def _fault_of_success(head: Head, body: bytes) -> str:
     return f"error event {defects[0]}" if defects else ""
 
 
+@dataclass
 class HalfOpener:
     """Opens connections and sends incomplete requests, which the server has to close.
 
-    Args:
-        address: address of the server.
-        chance: random generator.
-        tally: collects the outcomes.
+    Attributes:
         budget_s: time in which the server has to close.
     """
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        chance: random.Random,
-        tally: StatsCollector,
-        budget_s: float,
-    ) -> None:
-        self._address, self._chance, self._collector = address, chance, tally
-        self._budget_s = budget_s
+    address: tuple[str, int]
+    chance: random.Random
+    tally: StatsCollector
+    budget_s: float
 
     async def run(self) -> None:
         """Run until cancelled."""
         while True:
-            kind = self._chance.choice(("half a head", "half a body", "a byte short", "in drips"))
+            kind = self.chance.choice(("half a head", "half a body", "a byte short", "in drips"))
             try:
                 await self._hold(kind)
             except LostError as error:
-                self._collector.lose("half-openers", f"{kind}: {error!r}")
+                self.tally.lose("half-openers", f"{kind}: {error!r}")
                 await asyncio.sleep(1.0)
 
     async def _hold(self, kind: str) -> None:
         data = request("POST", COMPLETIONS, b'{"prompt": "the", "max_tokens": 1}')
         end_of_head = data.index(b"\r\n\r\n")
         length = {
-            "half a head": self._chance.randrange(1, end_of_head),
-            "half a body": self._chance.randrange(end_of_head + 4, len(data) - 1),
+            "half a head": self.chance.randrange(1, end_of_head),
+            "half a body": self.chance.randrange(end_of_head + 4, len(data) - 1),
             "a byte short": len(data) - 1,
             "in drips": 1,
         }[kind]
-        self._collector.sent["half-openers"] += 1
-        connection = await Connection.open(self._address)
+        self.tally.sent["half-openers"] += 1
+        connection = await Connection.open(self.address)
         try:
             connection.write(data[:length])
-            with self._collector.timed("half-openers", kind):
-                async with asyncio.timeout(self._budget_s):
+            with self.tally.timed("half-openers", kind):
+                async with asyncio.timeout(self.budget_s):
                     await self._wait(connection, data[length : length + _NUM_DRIPS], kind)
-            self._collector.fates[f"closed: {kind}"] += 1
+            self.tally.fates[f"closed: {kind}"] += 1
         except TimeoutError:
-            self._collector.lose("half-openers", f"{kind}: held for {self._budget_s:g} s")
+            self.tally.lose("half-openers", f"{kind}: held for {self.budget_s:g} s")
         finally:
             connection.close()
 
@@ -190,36 +176,34 @@ class HalfOpener:
             await asyncio.gather(ended, return_exceptions=True)
 
 
+@dataclass
 class Killer:
     """Kills the engine process and waits for the next one.
 
-    Args:
-        address, server: the server under stress.
+    Attributes:
         times: collects the intervals without an engine.
-        tally: collects failures to restart.
     """
 
-    def __init__(
-        self, address: tuple[str, int], server: Server, times: Times, tally: StatsCollector
-    ) -> None:
-        self._address, self._server = address, server
-        self._times, self._collector = times, tally
-        self.num_kills = 0
+    address: tuple[str, int]
+    server: Server
+    times: Times
+    tally: StatsCollector
+    num_kills: int = 0
 
     async def kill(self) -> None:
         """Kill the engine process, if there is one."""
         window = [time.monotonic(), float("inf")]
-        self._times.windows.append(window)
-        if not await asyncio.to_thread(self._server.kill_engine):
-            self._times.windows.remove(window)
-            self._collector.lose("killer", "there is no engine process")
+        self.times.windows.append(window)
+        if not await asyncio.to_thread(self.server.kill_engine):
+            self.times.windows.remove(window)
+            self.tally.lose("killer", "there is no engine process")
             return
         self.num_kills += 1
         try:
-            with self._collector.timed("killer, until ready", "SIGKILL"):
+            with self.tally.timed("killer, until ready", "SIGKILL"):
                 await self._until_back()
         except TimeoutError:
-            self._collector.lose("killer", "no engine process came after the one that was ended")
+            self.tally.lose("killer", "no engine process came after the one that was ended")
         window[1] = time.monotonic() + _ECHO_S
 
     async def _until_back(self) -> None:
@@ -232,6 +216,6 @@ class Killer:
         is_ready = not wanted
         while is_ready is not wanted:
             with contextlib.suppress(LostError):
-                head, _ = await fetch(self._address, "GET", "/ready")
+                head, _ = await fetch(self.address, "GET", "/ready")
                 is_ready = head.status == 200
             await asyncio.sleep(0.02)

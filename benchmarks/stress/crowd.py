@@ -121,10 +121,6 @@ class Client:
     """One client of the crowd, with a persistent connection.
 
     Args:
-        address: address of the server.
-        cases: the requests.
-        chance: random generator.
-        tally: collects the outcomes.
         may_restart: returns whether the engine process may have been killed since a time.
     """
 
@@ -137,8 +133,7 @@ class Client:
         may_restart: Callable[[float], bool],
     ) -> None:
         self._address, self._cases, self._chance = address, cases, chance
-        self._collector = tally
-        self._may_restart = may_restart
+        self._tally, self._may_restart = tally, may_restart
         self._connection: Connection | None = None
         self._fates = {
             "whole": self._ask,
@@ -151,14 +146,14 @@ class Client:
 
     async def visit(self, fate: str) -> int:
         """Send one or several requests with a behaviour of ``FATES``; return their number."""
-        self._collector.sent["crowd"] += 1
+        self._tally.sent["crowd"] += 1
         if fate == "malformed":
             await self._guarded(fate, self._send_malformed())
         elif fate == "half":
             await self._guarded(fate, self._send_half())
         elif fate == "pipeline":
             cases = self._chance.choices(self._cases, k=self._chance.randint(2, 4))
-            self._collector.sent["crowd"] += len(cases) - 1
+            self._tally.sent["crowd"] += len(cases) - 1
             await self._guarded(fate, self._pipeline(cases))
             return len(cases)
         else:
@@ -178,22 +173,22 @@ class Client:
         except (LostError, WrongError, TimeoutError, ValueError, KeyError) as error:
             self.leave()
             # An unreadable answer counts as lost.
-            self._collector.lose("crowd", f"{fate}: {error!r}")
+            self._tally.lose("crowd", f"{fate}: {error!r}")
 
     async def _until_answered(self, fate: str, case: Case) -> None:
         """Send one request, and retry while the server rejects it for now."""
         while True:
             began, answer = time.monotonic(), Answer()
             try:
-                with self._collector.timed("crowd", case.name):
+                with self._tally.timed("crowd", case.name):
                     became = await self._fates[fate](case, answer)
             except TurnedAwayError as error:
                 self.leave()
-                self._collector.check(case, answer)
+                self._tally.check(case, answer)
                 await self._come_again(error, began)
                 continue
-            self._collector.fates[became] += 1
-            self._collector.check(case, answer)
+            self._tally.fates[became] += 1
+            self._tally.check(case, answer)
             return
 
     async def _come_again(self, error: TurnedAwayError, began: float) -> None:
@@ -204,7 +199,7 @@ class Client:
         """
         if error.code in ENGINE_CODES and not self._may_restart(began):
             raise WrongError(f"the engine died without a kill: {error}")
-        self._collector.sent_again[error.code] += 1
+        self._tally.sent_again[error.code] += 1
         await asyncio.sleep(min(error.retry_after_s, 1.0) * (0.5 + self._chance.random()))
 
     @contextlib.asynccontextmanager
@@ -313,13 +308,13 @@ class Client:
                 while left:
                     head, answer = await connection.head(), Answer()
                     self._take_whole(head, await connection.body(head), answer)
-                    self._collector.fates["pipelined"] += 1
-                    self._collector.check(left.pop(0), answer)
+                    self._tally.fates["pipelined"] += 1
+                    self._tally.check(left.pop(0), answer)
             except TurnedAwayError as error:
                 await self._come_again(error, began)
             except StaleError:
                 # A server may close after any answer; the rest is sent again.
-                self._collector.sent_again["pipeline closed"] += 1
+                self._tally.sent_again["pipeline closed"] += 1
             finally:
                 connection.close()
 
@@ -331,7 +326,7 @@ class Client:
         connection.write(data[: self._chance.randrange(1, len(data))])
         await asyncio.sleep(0.02 * self._chance.random())
         connection.close()
-        self._collector.fates["sent by half"] += 1
+        self._tally.fates["sent by half"] += 1
 
     async def _send_malformed(self) -> None:
         path, content = self._chance.choice(MALFORMED)
@@ -346,10 +341,10 @@ class Client:
                 await self._come_again(error, began)
             elif not 400 <= status < 500 or not json.loads(body)["error"]["message"]:
                 raise WrongError(f"{status} to {content[:80]!r}")
-        self._collector.fates["refused"] += 1
+        self._tally.fates["refused"] += 1
 
     def _note(self, head: Head) -> None:
-        self._collector.statuses[f"crowd {head.status}"] += 1
+        self._tally.statuses[f"crowd {head.status}"] += 1
 
 
 def refusal(head: Head, body: bytes) -> Exception:

@@ -96,8 +96,8 @@ class StressTest:
         self._address = (host, int(port))
         self._server, self._plan = server, plan
         self._cases, self._long_cases = cases[:-NUM_LONG], cases[-NUM_LONG:]
-        self._times, self._collector = Times(), StatsCollector()
-        self._killer = Killer(self._address, server, self._times, self._collector)
+        self._times, self._tally = Times(), StatsCollector()
+        self._killer = Killer(self._address, server, self._times, self._tally)
         self._samples: list[dict[str, float]] = []
 
     async def run(self) -> StressResult:
@@ -121,7 +121,7 @@ class StressTest:
         return StressResult(
             limits=self._plan.limits,
             seconds=seconds,
-            tally=self._collector,
+            tally=self._tally,
             times=self._times,
             num_kills=self._killer.num_kills,
             samples=self._samples,
@@ -138,22 +138,17 @@ class StressTest:
         """Exit with the results so far if the server has exited."""
         code = self._server.process.poll()
         if code is not None:
-            first = {kind: names[:3] for kind, names in self._collector.lost.items()}
+            first = {kind: names[:3] for kind, names in self._tally.lost.items()}
             raise SystemExit(
-                f"the server has ended with {code}\n{self._collector.summary()}\n"
+                f"the server has ended with {code}\n{self._tally.summary()}\n"
                 f"first losses: {json.dumps(first, indent=1)}\n"
                 f"the end of its log:\n{self._server.log[-3000:]}"
             )
 
     def _traffic(self) -> list[Any]:
-        seed, limits, tally = self._plan.seed, self._plan.limits, self._collector
-        bomber = Bomber(
-            self._address,
-            random.Random(seed + 1),
-            tally,
-            limits.bomb_s,
-            self._plan.bomb_pause_s,
-        )
+        seed, limits, tally = self._plan.seed, self._plan.limits, self._tally
+        chance, pause_s = random.Random(seed + 1), self._plan.bomb_pause_s
+        bomber = Bomber(self._address, chance, tally, limits.bomb_s, pause_s)
         half_openers = [
             HalfOpener(self._address, random.Random(seed + 2 + i), tally, limits.half_open_s)
             for i in range(self._plan.num_half_openers)
@@ -171,7 +166,7 @@ class StressTest:
         async def work(number: int) -> None:
             nonlocal num_left
             chance = random.Random(f"{self._plan.seed} {number}")
-            client = Client(self._address, self._cases, chance, self._collector, self._times.since)
+            client = Client(self._address, self._cases, chance, self._tally, self._times.since)
             while num_left > 0 and self._server.process.poll() is None:
                 if kill_at and num_left <= kill_at[-1]:
                     kill_at.pop()
@@ -206,7 +201,7 @@ class StressTest:
             held = await asyncio.to_thread(self._server.sample)
             self._samples.append({"at_s": time.monotonic(), **held})
             if len(self._samples) % _PROGRESS_EVERY == 0:
-                print(self._collector.summary(), file=sys.stderr, flush=True)
+                print(self._tally.summary(), file=sys.stderr, flush=True)
             await asyncio.sleep(_SAMPLE_EVERY_S)
 
     async def _come_to_rest(self) -> tuple[dict[str, float], dict[str, float]]:
@@ -249,12 +244,12 @@ class StressTest:
 
     async def _read_to_the_end(self, case: Case, answer: Answer) -> None:
         chance = random.Random(0)
-        client = Client(self._address, [case], chance, self._collector, self._times.since)
+        client = Client(self._address, [case], chance, self._tally, self._times.since)
         try:
-            self._collector.fates[await client.stream(case, answer, pause_s=0.005)] += 1
+            self._tally.fates[await client.stream(case, answer, pause_s=0.005)] += 1
         except (LostError, WrongError, TurnedAwayError) as error:
-            self._collector.lose("drain", f"{case.name}: {error!r}")
-        self._collector.check(case, answer)
+            self._tally.lose("drain", f"{case.name}: {error!r}")
+        self._tally.check(case, answer)
         client.leave()
 
 

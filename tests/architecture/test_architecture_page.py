@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import sametoken
-from helpers.sources import nodes_of, parsed
+from helpers.sources import PACKAGE, nodes_of, package_sources, parsed
 from sametoken.engine.resolve import DEVICE_DEFAULTS
 
-PACKAGE = Path(sametoken.__file__).parent
 ROOT = PACKAGE.parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 SCHEDULING = (ROOT / "docs" / "scheduling.md").read_text(encoding="utf-8")
@@ -30,15 +28,12 @@ FOLDERS = (ROOT, PACKAGE, PACKAGE / "serving" / "http", ROOT / "tests" / "gpu")
 def imports() -> dict[str, set[str]]:
     """By room, a folder or file of the package, the rooms that it imports."""
     found: dict[str, set[str]] = {}
-    for path in PACKAGE.rglob("*.py"):
-        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    for path, source in package_sources().items():
+        room = path.partition("/")[0].removesuffix(".py")
         if room.startswith("__"):
             continue
-        modules = [
-            node.module or ""
-            for node in nodes_of(path.read_text(encoding="utf-8"))
-            if isinstance(node, ast.ImportFrom)
-        ]
+        nodes = nodes_of(source)
+        modules = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
         others = {name.split(".")[1] for name in modules if name.startswith("sametoken.")}
         found.setdefault(room, set()).update(others - {room})
     return found

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import sametoken
-from helpers.sources import nodes_of, parsed
+from helpers.sources import PACKAGE, nodes_of, parsed
 
-PACKAGE = Path(sametoken.__file__).parent
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 

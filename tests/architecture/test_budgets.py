@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ast
 from functools import cache
-from pathlib import Path
 
-import sametoken
-from helpers.sources import nodes_of
+from helpers.sources import PACKAGE, nodes_of, package_sources
 
-PACKAGE = Path(sametoken.__file__).parent
 MAX_STATEMENTS = 40
 MAX_PARAMETERS = 8
 MAX_LINES = 450
@@ -20,9 +17,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 @cache
 def functions() -> list[tuple[str, Function]]:
     found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(PACKAGE).as_posix()
-        nodes = nodes_of(path.read_text())
+    for name, source in package_sources().items():
+        nodes = nodes_of(source)
         found += [(f"{name}:{n.lineno} {n.name}", n) for n in nodes if isinstance(n, Function)]
     return found
 

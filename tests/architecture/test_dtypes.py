@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 
-import sametoken
-from helpers.sources import nodes_of
+from helpers.sources import nodes_of, package_sources
 
-PACKAGE = Path(sametoken.__file__).parent
 #: What has the default dtype unless it is told another; ``arange`` and ``randint`` make integers.
 FACTORIES = frozenset(
     ("empty", "eye", "full", "linspace", "normal", "ones", "rand", "randn", "tensor", "zeros")
 )
 #: Rooms that compute in processes of their own, in whatever dtype they choose.
-OTHERS = frozenset(("bench", "train"))
+OTHERS = ("bench/", "train/")
 
 
 def without_dtype(source: str) -> list[int]:
@@ -34,10 +31,9 @@ def without_dtype(source: str) -> list[int]:
 
 def test_every_tensor_names_its_dtype():
     found = {
-        str(path.relative_to(PACKAGE)): lines
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if path.relative_to(PACKAGE).parts[0] not in OTHERS
-        and (lines := without_dtype(path.read_text(encoding="utf-8")))
+        name: lines
+        for name, source in package_sources().items()
+        if not name.startswith(OTHERS) and (lines := without_dtype(source))
     }
     assert not found
 

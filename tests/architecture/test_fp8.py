@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 
-import sametoken
-from helpers.sources import nodes_of
+from helpers.sources import nodes_of, package_sources
 
-PACKAGE = Path(sametoken.__file__).parent
 # From the speculative config, through the one load of all heads, to the reader of weights.
 MAKERS = {
     "drafters/heads.py",
@@ -49,20 +46,15 @@ def test_the_checker_sees_every_way_to_make_one():
 
 
 def test_draft_heads_alone_are_quantized():
-    found = {
-        path.relative_to(PACKAGE).as_posix()
-        for path in PACKAGE.rglob("*.py")
-        if names_in(path.read_text(encoding="utf-8"))
-    }
-    assert {path for path in found if not path.startswith("ops/")} == MAKERS
+    found = {name for name, source in package_sources().items() if names_in(source)}
+    assert {name for name in found if not name.startswith("ops/")} == MAKERS
 
 
 @pytest.mark.parametrize("module", ["experts", "nemotron_h"])
 def test_a_mixture_of_experts_only_turns_it_off(module):
-    source = (PACKAGE / "models" / f"{module}.py").read_text(encoding="utf-8")
     values = [
         node.value.value
-        for node in nodes_of(source)
+        for node in nodes_of(package_sources()[f"models/{module}.py"])
         if isinstance(node, ast.keyword) and node.arg == "quantize_fp8"
     ]
     assert {*values} == {False}

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import sametoken
+from helpers.sources import PACKAGE
 
-PACKAGE = Path(sametoken.__file__).parent
 ROOT = PACKAGE.parents[1]
 GLOSSARY = ROOT / "docs" / "glossary.md"
 LIST_OF_SYNONYMS = "## Words we do not use"

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import ast
 import tomllib
-from pathlib import Path
 
 import pytest
 
 import sametoken
 from helpers.chat_model import save_tokenizer
 from helpers.commands import MODULES_AFTER, run_command, run_python
-from helpers.sources import parsed
+from helpers.sources import PACKAGE, package_sources, parsed
 from sametoken.models.registry import ARCHITECTURES
 
-PACKAGE = Path(sametoken.__file__).parent
 HEAVY = ("torch", "triton", "transformers", "tokenizers", "gguf", "numpy", "fastapi", "uvicorn")
 
 
@@ -102,7 +100,7 @@ def test_every_exported_name_is_there():
 
 
 def test_other_modules_that_export_do_so_in_order():
-    for path in PACKAGE.rglob("*.py"):
-        names = exported(parsed(path.read_text()))
+    for path, source in package_sources().items():
+        names = exported(parsed(source))
         if names is not None:
             assert names == sorted(names, key=in_order), path

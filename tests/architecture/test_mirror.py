@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import sametoken
-from helpers.sources import nodes_of
+from helpers.sources import PACKAGE, nodes_of
 
-PACKAGE = Path(sametoken.__file__).parent
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 INVARIANTS = ROOT / "docs" / "invariants.md"

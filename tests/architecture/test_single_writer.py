@@ -7,14 +7,11 @@ indexing by tensors makes a copy, which anyone may write.
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 
-import sametoken
-from helpers.sources import ScopedVisitor, nodes_of, parsed
+from helpers.sources import ScopedVisitor, nodes_of, package_sources, parsed
 
-PACKAGE = Path(sametoken.__file__).parent
 #: What ``Sequences`` holds, and how far recurrent state is folded.
 SEQUENCES = frozenset(
     ("num_tokens", "num_computed", "draft_ids", "num_drafts", "token_ids", "block_table")
@@ -154,10 +151,9 @@ def writes_in(source: str, kernel: bool = False) -> list[tuple[str, str]]:
 def test_the_named_functions_alone_write_the_device_s_truth():
     """Every one of them, every field it may write, and nobody else."""
     found: dict[tuple[str, str], set[str]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(PACKAGE).as_posix()
+    for name, source in package_sources().items():
         kernel = name.startswith("ops/") and name not in OWN_OUTPUTS
-        for function, field in writes_in(path.read_text(), kernel):
+        for function, field in writes_in(source, kernel):
             found.setdefault((name, function), set()).add(field)
     assert found == WRITERS
 
@@ -197,8 +193,7 @@ def imports_of(source: str) -> set[str]:
 def test_the_step_alone_commits_and_publishes():
     """By ``StepOps``; what the host writes between steps, and in a warm-up, is its tables'."""
     calls = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name, source = path.relative_to(PACKAGE).as_posix(), path.read_text()
+    for name, source in package_sources().items():
         assert not imports_of(source) or name.startswith("ops/step/"), name
         if found := calls_of(source):
             calls[name] = found

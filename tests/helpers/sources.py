@@ -1,9 +1,23 @@
-"""The syntax of source files, parsed once in a process: many tests look at all of them."""
+"""Source files, read and parsed once in a process: many tests look at all of them."""
 
 from __future__ import annotations
 
 import ast
 from functools import cache
+from pathlib import Path
+
+import sametoken
+
+PACKAGE = Path(sametoken.__file__).parent
+
+
+@cache
+def package_sources() -> dict[str, str]:
+    """The text of each Python file of the package, by its path there."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    return {
+        path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in files
+    }
 
 
 @cache

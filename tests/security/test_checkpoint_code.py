@@ -13,14 +13,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
-import sametoken
 from helpers.checkpoints import write_llama
-from helpers.sources import nodes_of
+from helpers.sources import PACKAGE, nodes_of
 from sametoken import LLM
 from sametoken.errors import RequestError, SametokenError, UnsupportedError
 from sametoken.text.tokenizer import Tokenizer, load_tokenizer
 
-PACKAGE = Path(sametoken.__file__).parent
 ROOT = Path(__file__).parents[2]
 #: Between one user's own processes, over a socket pair that nobody else has.
 PICKLES = {"io/child_process.py"}

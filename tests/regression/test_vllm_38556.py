@@ -13,26 +13,22 @@ import pytest
 from helpers.harness import run
 from helpers.nemotron import write_twin
 from helpers.trained import MTP, plain, text_requests, trained
-from helpers.twin import Twin, twin_requests
+from helpers.twin import Twin, twin_requests, write_qwen
 from sametoken.models.names import NEMOTRON_NAME
 
 pytestmark = pytest.mark.usefixtures("layouts")
 
 
-@pytest.mark.parametrize("device", ["late", "ahead"])
-def test_requests_come_and_go_while_results_are_on_their_way(tmp_path, device):
+@pytest.mark.parametrize(
+    ("write", "k", "device"),
+    [(write_qwen, 3, "late"), (write_qwen, 3, "ahead"), (write_twin, 5, "ahead")],
+    ids=["late", "ahead", "nemotron"],
+)
+def test_requests_come_and_go_while_results_are_on_their_way(tmp_path, write, k, device):
     """Six requests of uneven lengths over three slots of a hybrid, three steps in flight."""
-    twin = Twin(tmp_path)
+    twin = Twin(tmp_path, write=write)
     items = twin_requests(max_tokens=19)
-    drafted = run(twin.engine(3, steps_in_flight=3, spoil=True, device=device), items)
-    assert drafted.tokens == twin.plain(items)
-    assert 0 < drafted.accepted < drafted.offered
-
-
-def test_so_they_do_over_nemotron_s_states(tmp_path):
-    twin = Twin(tmp_path, write=write_twin)
-    items = twin_requests(max_tokens=19)
-    drafted = run(twin.engine(5, steps_in_flight=3, spoil=True, device="ahead"), items)
+    drafted = run(twin.engine(k, steps_in_flight=3, spoil=True, device=device), items)
     assert drafted.tokens == twin.plain(items)
     assert 0 < drafted.accepted < drafted.offered
 

@@ -26,6 +26,7 @@ from drafter_sides import LLAMA, DrafterSide
 from drafters_report import Results, report
 from rich.console import Console
 from rich.progress import Progress
+from sides import LOOKUP
 from whole_requests import (
     MAX_TRIALS,
     WARM_UP_TOKENS,
@@ -37,6 +38,7 @@ from whole_requests import (
 )
 
 from sametoken.bench.datasets import load_dataset
+from sametoken.bench.prompts import encode_items
 from sametoken.config import DEFAULT_MODEL, SpeculativeConfig
 from sametoken.models.names import HEAD_FILES, HEAD_NAME, resolve_drafter, resolve_model
 from sametoken.text.tokenizer import load_tokenizer
@@ -48,7 +50,6 @@ from acceptance import DATASETS, figures
 WORKER = Path(__file__).with_name("drafter_sides.py")
 LOOKUP_DRAFTS = 8
 HEAD_DRAFTS = (2, 3, 4)
-LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +73,7 @@ def sides(model: str, head: str, options: argparse.Namespace) -> list[DrafterSid
     """List the sides: plain decoding first, llama.cpp last if available."""
     eagle = {"method": "eagle3", "model": head}
     specs: dict[str, dict[str, Any] | None] = {"plain": None}
-    specs[f"n-gram {LOOKUP_DRAFTS}"] = {
-        "method": "ngram",
-        "num_speculative_tokens": LOOKUP_DRAFTS,
-    } | LOOKUP
+    specs[f"n-gram {LOOKUP_DRAFTS}"] = LOOKUP | {"num_speculative_tokens": LOOKUP_DRAFTS}
     for k in HEAD_DRAFTS:
         specs[f"EAGLE-3 {k}"] = eagle | {"num_speculative_tokens": k}
     specs[f"n-gram {LOOKUP_DRAFTS}, or EAGLE-3 {options.cascade_drafts}"] = eagle | {
@@ -106,9 +104,8 @@ def read_prompts(model: str, limit: int) -> list[Prompt]:
     tokenizer = load_tokenizer(Path(model))
     found = []
     for dataset in DATASETS:
-        for item in load_dataset(dataset, limit=limit):
-            chat = tokenizer.apply_chat_template(item.messages, add_generation_prompt=True)
-            found.append(Prompt(dataset, list(tokenizer.encode(chat, add_special_tokens=False))))
+        encoded = encode_items(load_dataset(dataset, limit=limit), tokenizer)
+        found += [Prompt(dataset, list(token_ids)) for token_ids in encoded]
     return found
 
 
@@ -222,9 +219,8 @@ def speculation_of(answers: list[dict[str, Any]]) -> SpeculationMetrics:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=20, help="number of prompts per data set")
-    parser.add_argument("--max-tokens", type=int, default=128, help="maximum tokens per answer")
+
     parser.add_argument("--head", default=HEAD_NAME, help="path or short name")
     parser.add_argument(
         "--cascade-drafts", type=int, default=3, help="drafts of the head in a cascade"
@@ -241,13 +237,8 @@ def main() -> None:
         default=MAX_TRIALS,
         help="maximum runs per answer while other processes use the cores",
     )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        help="file for the raw results; the tables are written beside it as .md",
-    )
     parser.set_defaults(repeats=1)
-    measure(parser.parse_args(), run, report)
+    measure(parser, run, report)
 
 
 if __name__ == "__main__":

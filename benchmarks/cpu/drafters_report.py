@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from report import SHOWN_POSITIONS, Results, disturbance
-from rich import box
+from report import SHOWN_POSITIONS, Results, disturbance, table_of
 from rich.console import Console
 from rich.table import Table
 
@@ -37,15 +36,8 @@ def report(results: Results, console: Console) -> bool:
     return same
 
 
-def table_of(results: Results, *more: str) -> Table:
-    table = Table(box=box.MARKDOWN)
-    for index, heading in enumerate(("", *results["prompts"], *more)):
-        table.add_column(heading, justify="right" if index else "left")
-    return table
-
-
 def speed_table(results: Results, rate: str) -> Table:
-    table = table_of(results, "mean speed-up")
+    table = table_of("", *results["prompts"], "mean speed-up")
     for side in results["sides"]:
         cells = [
             f"{found[f'{rate}_tokens_per_second']:.1f} ({found[f'{rate}_speed_up']:.2f}x)"
@@ -56,7 +48,7 @@ def speed_table(results: Results, rate: str) -> Table:
 
 
 def acceptance_table(results: Results) -> Table:
-    table = table_of(results)
+    table = table_of("", *results["prompts"])
     for side in results["sides"]:
         if not side["speculative"]:
             continue

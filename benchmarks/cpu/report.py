@@ -52,7 +52,7 @@ def _speed(answer: Mapping[str, Any]) -> float:
     return float(answer["decode_tokens_per_second"])
 
 
-def _table(*headings: str) -> Table:
+def table_of(*headings: str) -> Table:
     table = Table(box=box.MARKDOWN)
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="right" if index else "left")
@@ -60,7 +60,7 @@ def _table(*headings: str) -> Table:
 
 
 def speed_table(results: Results, title: str) -> Table:
-    table = _table(
+    table = table_of(
         "", "decode tok/s", "request tok/s", "first token ms", "tokens/step", "accepted %, by place"
     )
     for side, answer in chosen(results, title):
@@ -77,7 +77,7 @@ def speed_table(results: Results, title: str) -> Table:
 
 
 def memory_table(results: Results) -> Table:
-    table = _table("", "weights MB", "KV used MB", "peak MB", "peak ratio", "at rest MB", "ratio")
+    table = table_of("", "weights MB", "KV used MB", "peak MB", "peak ratio", "at rest MB", "ratio")
     shown: set[str] = set()
     for side in results["sides"]:
         if side["name"] in shown:
@@ -97,7 +97,7 @@ def memory_table(results: Results) -> Table:
 
 
 def step_table(results: Results) -> Table:
-    table = _table("part", "ms", "%", "GB/s of weights")
+    table = table_of("part", "ms", "%", "GB/s of weights")
     profile = results["profile"]
     for name, part in profile["parts"].items():
         rate = part["GB/s"]

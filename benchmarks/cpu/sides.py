@@ -18,6 +18,7 @@ from typing import Any
 
 #: One event per step that emitted tokens: seconds since the request, and the tokens.
 Events = list[tuple[float, list[int]]]
+LOOKUP = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 BANDWIDTH_BYTES = 1 << 30
 BANDWIDTH_PASSES = 12
 PROFILED = 5
@@ -52,10 +53,7 @@ class Side:
     @property
     def speculative(self) -> dict[str, Any] | None:
         """Our speculative config."""
-        if not self.num_drafts:
-            return None
-        lookup = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
-        return {"method": "ngram", "num_speculative_tokens": self.num_drafts} | lookup
+        return LOOKUP | {"num_speculative_tokens": self.num_drafts} if self.num_drafts else None
 
     @property
     def name(self) -> str:

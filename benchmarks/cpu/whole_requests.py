@@ -274,11 +274,19 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(
-    options: argparse.Namespace,
+    parser: argparse.ArgumentParser,
     run: Callable[[argparse.Namespace, Console], Results],
     report: Callable[[Results, Console], bool],
 ) -> NoReturn:
     """Run, report and store; exit with 1 if one of our tokens changed."""
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--max-tokens", type=int, default=128, help="maximum tokens per answer")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="file for the raw results; the tables are written beside it as .md",
+    )
+    options = parser.parse_args()
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = FILE_WIDTH
@@ -293,15 +301,8 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--json",
-        type=Path,
-        help="file for the raw results; the tables are written beside it as .md",
-    )
-    measure(parser.parse_args(), run, report)
+    measure(parser, run, report)
 
 
 if __name__ == "__main__":

@@ -11,24 +11,20 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from passes import (
-    KV_CACHE_BYTES,
-    MAX_MODEL_LEN,
-    MAX_NUM_BATCHED_TOKENS,
-    MAX_NUM_SEQS,
     NUM_CANDIDATES,
-    NUM_DRAFTS,
-    ONE_BY_ONE,
-    TOGETHER,
-    Pass,
     Prompt,
     Side,
     alone,
+    engine_options,
+    greedy,
+    ranked,
     read_prompts,
-    repeated,
+    run_passes,
     write_side,
 )
 
@@ -37,34 +33,12 @@ from sametoken.types.outputs import CompletionOutput, SpeculationMetrics
 
 
 def engine(args: argparse.Namespace, head: str | None) -> LLM:
-    speculation = {"method": "eagle3", "model": head, "num_speculative_tokens": NUM_DRAFTS}
     started = time.perf_counter()
-    llm = LLM(
-        args.model,
-        device=args.device,
-        dtype=args.dtype,
-        skip_tokenizer_init=True,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-        kv_cache_memory_bytes=KV_CACHE_BYTES,
-        enable_prefix_caching=False,
-        speculative_config=speculation if head else None,
-    )
+    llm = LLM(args.model, device=args.device, dtype=args.dtype, **engine_options(head))
     print(
         f"{'eagle3' if head else 'plain'} up in {time.perf_counter() - started:.0f} s", flush=True
     )
     return llm
-
-
-def params(prompt: Prompt, max_tokens: int, logprobs: int | None = None) -> SamplingParams:
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=max_tokens,
-        stop_token_ids=prompt.stop_token_ids,
-        detokenize=False,
-        logprobs=logprobs,
-    )
 
 
 def steps_of(output: CompletionOutput) -> list[list[int]]:
@@ -76,38 +50,25 @@ def steps_of(output: CompletionOutput) -> list[list[int]]:
     return [step for step in steps if step]
 
 
-def answer(llm: LLM, batches: list[list[Prompt]], max_tokens: int):
+def answer(llm: LLM, max_tokens: int, batches: list[list[Prompt]]):
     """Return tokens [request][step] and the speculation counters of these requests."""
     steps, counters = [], SpeculationMetrics()
     for batch in batches:
         inputs = [{"prompt_token_ids": prompt.prompt_token_ids} for prompt in batch]
-        for output in llm.generate(inputs, [params(prompt, max_tokens) for prompt in batch]):
+        params = [SamplingParams(**greedy(prompt, max_tokens)) for prompt in batch]
+        for output in llm.generate(inputs, params):
             steps.append(steps_of(output.outputs[0]))
             counters += output.metrics.speculation
     offered = counters.offered_per_position
     return steps, asdict(counters) | {"num_drafts": offered[0] if offered else 0}
 
 
-def measure(llm: LLM, prompts: list[Prompt], max_tokens: int) -> dict[str, Pass]:
-    singly = [[prompt] for prompt in prompts]
-    return {
-        ONE_BY_ONE: repeated(ONE_BY_ONE, lambda: answer(llm, singly, max_tokens), 1),
-        TOGETHER: repeated(TOGETHER, lambda: answer(llm, [prompts], max_tokens), 3),
-    }
-
-
 def probe(llm: LLM, prompts: list[Prompt], max_tokens: int):
     """Return the answers and the most likely tokens of each position."""
     inputs = [{"prompt_token_ids": prompt.prompt_token_ids} for prompt in prompts]
-    sampling = [params(prompt, max_tokens, NUM_CANDIDATES) for prompt in prompts]
-    outputs = [one.outputs[0] for one in llm.generate(inputs, sampling)]
-    candidates = [
-        [
-            sorted(((t, one.logprob) for t, one in position.items()), key=lambda pair: -pair[1])
-            for position in output.logprobs
-        ]
-        for output in outputs
-    ]
+    params = [SamplingParams(**greedy(prompt, max_tokens, NUM_CANDIDATES)) for prompt in prompts]
+    outputs = [one.outputs[0] for one in llm.generate(inputs, params)]
+    candidates = [[ranked(position) for position in output.logprobs] for output in outputs]
     return [list(output.token_ids) for output in outputs], candidates
 
 
@@ -127,14 +88,14 @@ def main() -> None:
     prompts = read_prompts(args.prompts)[: args.num_prompts]
     engines = {"plain": engine(args, None), "eagle3": engine(args, args.head)}
     for llm in engines.values():
-        answer(llm, [prompts, prompts[:1]], min(24, args.max_tokens))
+        answer(llm, min(24, args.max_tokens), [prompts, prompts[:1]])
     print("warm", flush=True)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     settings = {"device": gpu, "torch": torch.__version__, "max_tokens": args.max_tokens}
     sides = {}
     with alone(args.gate, "ours", args.parties):
         for name, llm in engines.items():
-            passes = measure(llm, prompts, args.max_tokens)
+            passes = run_passes(prompts, partial(answer, llm, args.max_tokens))
             sides[name] = Side("sametoken", passes, [], [], settings)
             write_side(args.out / f"ours_{name}.json", sides[name])
             for one in passes.values():

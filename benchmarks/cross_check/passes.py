@@ -15,10 +15,6 @@ from itertools import chain
 from pathlib import Path
 
 NUM_DRAFTS = 4
-MAX_MODEL_LEN = 2048
-MAX_NUM_SEQS = 64
-MAX_NUM_BATCHED_TOKENS = 8192
-KV_CACHE_BYTES = 2 << 30
 NUM_CANDIDATES = 5
 #: Seconds in which the other parties have to be up.
 PATIENCE = 150.0
@@ -79,6 +75,36 @@ class Side:
     settings: dict
 
 
+def engine_options(head: str | None) -> dict:
+    """Options that both engines know, with drafts of a head or without."""
+    speculation = {"method": "eagle3", "model": head, "num_speculative_tokens": NUM_DRAFTS}
+    return {
+        "skip_tokenizer_init": True,
+        "max_model_len": 2048,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 8192,
+        "kv_cache_memory_bytes": 2 << 30,
+        "enable_prefix_caching": False,
+        "speculative_config": speculation if head else None,
+    }
+
+
+def greedy(prompt: Prompt, max_tokens: int, logprobs: int | None = None) -> dict:
+    """Sampling parameters of both engines."""
+    return {
+        "temperature": 0.0,
+        "max_tokens": max_tokens,
+        "stop_token_ids": prompt.stop_token_ids,
+        "detokenize": False,
+        "logprobs": logprobs,
+    }
+
+
+def ranked(position) -> list[tuple[int, float]]:
+    found = [(int(token), float(one.logprob)) for token, one in position.items()]
+    return sorted(found, key=lambda pair: -pair[1])
+
+
 def read_prompts(path: Path) -> list[Prompt]:
     return [Prompt(**json.loads(line)) for line in path.read_text().splitlines()]
 
@@ -104,6 +130,15 @@ def repeated(name: str, run, num_repeats: int) -> Pass:
     tokens = every[0].tokens
     differ = [sum(a != b for a, b in zip(tokens, one.tokens, strict=True)) for one in every]
     return Pass(name, every[0].steps, seconds, max(differ), every[0].counters)
+
+
+def run_passes(prompts: list[Prompt], run) -> dict[str, Pass]:
+    """All passes by name; ``run(batches)`` returns the steps and counters of its requests."""
+    singly = [[prompt] for prompt in prompts]
+    return {
+        ONE_BY_ONE: repeated(ONE_BY_ONE, lambda: run(singly), 1),
+        TOGETHER: repeated(TOGETHER, lambda: run([prompts]), 3),
+    }
 
 
 @contextmanager

@@ -14,19 +14,15 @@ from itertools import count
 from pathlib import Path
 
 from passes import (
-    KV_CACHE_BYTES,
-    MAX_MODEL_LEN,
-    MAX_NUM_BATCHED_TOKENS,
-    MAX_NUM_SEQS,
     NUM_CANDIDATES,
-    NUM_DRAFTS,
-    ONE_BY_ONE,
-    TOGETHER,
     Prompt,
     Side,
     alone,
+    engine_options,
+    greedy,
+    ranked,
     read_prompts,
-    repeated,
+    run_passes,
     write_side,
 )
 
@@ -40,22 +36,15 @@ class Engine:
     def __init__(self, checkpoint: str, head: str | None) -> None:
         from vllm import LLM
 
-        speculation = {"method": "eagle3", "model": head, "num_speculative_tokens": NUM_DRAFTS}
         self.llm = LLM(
             model=checkpoint,
-            skip_tokenizer_init=True,
             dtype="bfloat16",
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
             gpu_memory_utilization=0.05,
-            kv_cache_memory_bytes=KV_CACHE_BYTES,
-            enable_prefix_caching=False,
             disable_log_stats=False,
             attention_backend="FLASH_ATTN",
             seed=0,
             cudagraph_capture_sizes=CAPTURE_SIZES,
-            speculative_config=speculation if head else None,
+            **engine_options(head),
         )
         self._names = map(str, count())
 
@@ -65,13 +54,7 @@ class Engine:
 
         engine, steps = self.llm.llm_engine, {}
         for prompt in prompts:
-            params = SamplingParams(
-                temperature=0.0,
-                max_tokens=max_tokens,
-                stop_token_ids=prompt.stop_token_ids,
-                detokenize=False,
-            )
-            name = next(self._names)
+            name, params = next(self._names), SamplingParams(**greedy(prompt, max_tokens))
             engine.add_request(name, {"prompt_token_ids": prompt.prompt_token_ids}, params)
             steps[name] = ([], [])
         while engine.has_unfinished_requests():
@@ -95,29 +78,15 @@ class Engine:
         """Return the answers and the most likely tokens of each position."""
         from vllm import SamplingParams
 
-        params = [
-            SamplingParams(
-                temperature=0.0,
-                max_tokens=max_tokens,
-                stop_token_ids=prompt.stop_token_ids,
-                detokenize=False,
-                logprobs=NUM_CANDIDATES,
-            )
-            for prompt in prompts
-        ]
+        params = [SamplingParams(**greedy(one, max_tokens, NUM_CANDIDATES)) for one in prompts]
         inputs = [{"prompt_token_ids": prompt.prompt_token_ids} for prompt in prompts]
         outputs = [one.outputs[0] for one in self.llm.generate(inputs, params, use_tqdm=False)]
         tokens = [list(output.token_ids) for output in outputs]
-        return tokens, [[_ranked(position) for position in o.logprobs] for o in outputs]
+        return tokens, [[ranked(position) for position in o.logprobs] for o in outputs]
 
 
 def _value(metric) -> int | list[int]:
     return metric.values if hasattr(metric, "values") else metric.value
-
-
-def _ranked(position) -> list[tuple[int, float]]:
-    found = [(int(token), float(one.logprob)) for token, one in position.items()]
-    return sorted(found, key=lambda pair: -pair[1])
 
 
 def since(before: dict, after: dict) -> dict:
@@ -138,11 +107,7 @@ def measure(engine: Engine, prompts: list[Prompt], max_tokens: int) -> Side:
         steps = [one for batch in batches for one in engine.answer(batch, max_tokens)]
         return steps, since(before, engine.counters())
 
-    singly = [[prompt] for prompt in prompts]
-    passes = {
-        ONE_BY_ONE: repeated(ONE_BY_ONE, lambda: run(singly), 1),
-        TOGETHER: repeated(TOGETHER, lambda: run([prompts]), 3),
-    }
+    passes = run_passes(prompts, run)
     config = engine.llm.llm_engine.vllm_config
     v2 = bool(getattr(config, "use_v2_model_runner", False))
     settings = {"max_tokens": max_tokens, "v2_model_runner": v2}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from helpers.chat_model import write_chat_model
@@ -20,7 +19,6 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    torch.set_num_threads(1)
     model = write_chat_model(tmp_path_factory.mktemp("served") / "model")
     with running_server(
         model, engine={"speculative_config": NGRAM}, served_model_name=("tiny",)

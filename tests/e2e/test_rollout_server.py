@@ -36,7 +36,6 @@ LARGER = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 64}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Two checkpoints of one form."""
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("models")
     return [write_chat_model(folder / str(seed), seed, **LARGER) for seed in (0, 1)]
 
@@ -123,7 +122,7 @@ def test_streams_and_chats_have_versions(by_files):
         assert all(one in (None, [now, now]) for one in found)
 
 
-def test_a_half_sent_update_changes_nothing(by_files, models, tmp_path_factory):
+def test_a_half_sent_update_changes_nothing(by_files, models):
     client, _ = by_files
     now, before = client.version, [client.answer(one)[0] for one in PROMPTS]
     directory = models[0].parent

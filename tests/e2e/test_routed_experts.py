@@ -59,7 +59,6 @@ def theirs():
 
 @pytest.fixture(scope="module")
 def model(theirs, tmp_path_factory):
-    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("mixture")
     theirs.save_pretrained(path)
     return save_tokenizer(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import schemathesis
-import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -52,7 +51,6 @@ NEVER_RIGHT = {"GET /v1/models/{model}"}
 
 @pytest.fixture(scope="module")
 def operations(tmp_path_factory):
-    torch.set_num_threads(1)
     model = write_chat_model(tmp_path_factory.mktemp("served") / "model")
     with running_server(model, served_model_name=("tiny",), max_completions=4) as server:
         document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")

@@ -9,7 +9,6 @@ import time
 
 import openai
 import pytest
-import torch
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -26,7 +25,6 @@ ADD = {"type": "function", "function": {"name": "pick", "parameters": SCHEMA}}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    torch.set_num_threads(1)
     return write_chat_model(tmp_path_factory.mktemp("served") / "model")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
 from playwright.sync_api import expect
 
 from helpers.browser import chromium, needs_chromium
@@ -23,7 +22,6 @@ pytestmark = needs_chromium
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    torch.set_num_threads(1)
     model = write_chat_model(tmp_path_factory.mktemp("served") / "model")
     options = {"served_model_name": ("tiny",), "api_key": ("secret",)}
     with running_server(model, engine={"speculative_config": NGRAM}, **options) as running:

@@ -147,7 +147,7 @@ def spoilt(tensors: dict, name: str, value: float) -> dict:
     return tensors | {name: values}
 
 
-HEAD, UP, NORM = "lm_head.weight", "model.layers.2.mlp.up_proj.weight", "model.norm.weight"
+UP, NORM = "model.layers.2.mlp.up_proj.weight", "model.norm.weight"
 BAD = {
     "missing of a fused group": lambda good: {k: v for k, v in good.items() if k != UP},
     "unknown": lambda good: good | {UP + "s": good[UP]},

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
-from helpers.checkpoints import write_llama
+from helpers.checkpoints import change_config, write_llama
 from helpers.sources import PACKAGE, nodes_of
 from sametoken import LLM
 from sametoken.errors import RequestError, SametokenError, UnsupportedError
@@ -31,8 +31,9 @@ class Unread:
         raise AssertionError(f"standard input was asked: {name}")
 
 
-def with_code(directory: Path) -> Path:
-    """A marker appears beside the files as soon as the Python file is imported."""
+def with_code(folder: Path) -> Path:
+    """A Llama; a marker appears beside its files as soon as its Python file is imported."""
+    directory = write_llama(folder / "llama")
     code = f"open({str(directory / 'marker')!r}, 'w').close()\nclass Theirs:\n    pass\n"
     (directory / "theirs.py").write_text(code)
     auto_map = {"AutoTokenizer": ["theirs.Theirs", None], "AutoConfig": "theirs.Theirs"}
@@ -43,7 +44,7 @@ def with_code(directory: Path) -> Path:
 
 @pytest.mark.parametrize("load", [load_tokenizer, lambda path: LLM(model=str(path))])
 def test_a_tokenizer_that_is_code_is_refused_and_nothing_asked(tmp_path, monkeypatch, load):
-    directory = with_code(write_llama(tmp_path / "llama"))
+    directory = with_code(tmp_path)
     monkeypatch.setattr(sys, "stdin", Unread())
     with pytest.raises(UnsupportedError, match="never run"):
         load(directory)
@@ -51,12 +52,9 @@ def test_a_tokenizer_that_is_code_is_refused_and_nothing_asked(tmp_path, monkeyp
 
 
 def test_a_config_that_is_code_is_never_run(tmp_path, monkeypatch):
-    directory = with_code(write_llama(tmp_path / "llama"))
-    config = json.loads((directory / "config.json").read_text())
+    directory = with_code(tmp_path)
     auto_map = {"AutoConfig": "theirs.Theirs", "AutoTokenizer": "theirs.Theirs"}
-    (directory / "config.json").write_text(
-        json.dumps(config | {"model_type": "theirs", "auto_map": auto_map})
-    )
+    change_config(directory, model_type="theirs", auto_map=auto_map)
     (directory / "tokenizer_config.json").write_text("{}")
     monkeypatch.setattr(sys, "stdin", Unread())
     with pytest.raises(SametokenError):

@@ -395,9 +395,6 @@ HEAD = (
 )
 
 
-HEADS = st.sampled_from(["safeailab", "speculators", "eagle"])
-
-
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory):
     """By name: a directory, and its config.json as it was written."""

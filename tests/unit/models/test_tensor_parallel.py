@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from helpers.checkpoints import write_checkpoint, write_llama
+from helpers.checkpoints import change_config, write_checkpoint, write_llama
 from helpers.forward import TOKENS, load, logits_of
 from helpers.gguf_files import convert
 from helpers.hybrids import (
@@ -215,9 +215,7 @@ def test_biases_are_divided_with_their_rows_and_added_once(tmp_path):
 
 
 def test_a_tensor_of_another_shape_is_refused_whatever_the_share(tmp_path):
-    path = write_llama(tmp_path, **SIZES)
-    text = (path / "config.json").read_text()
-    (path / "config.json").write_text(text.replace('"head_dim": 8', '"head_dim": 4'))
+    path = change_config(write_llama(tmp_path, **SIZES), head_dim=4)
     with pytest.raises(CheckpointError, match="q_proj"):
         run_ranks(2, lambda p: load(path, parallel=p))
 

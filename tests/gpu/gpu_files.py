@@ -10,6 +10,7 @@ from helpers.harness import request
 from helpers.hybrids import FULL, LINEAR, hybrid_tensors
 from helpers.nextn_files import nextn_tensors
 from helpers.state_heads import medusa_tensors, mlp_tensors, write_medusa, write_mlp
+from sametoken import SamplingParams
 
 SIZES = {
     "vocab_size": 1500,
@@ -209,6 +210,22 @@ def requests(count: int, max_tokens: int):
         if i % 7 == 5:
             params |= {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.2}
         yield request(f"r{i}", prompt, max_tokens=max_tokens, **params)
+
+
+def for_llm(items, logprobs: int):
+    """Prompts and parameters of requests, without penalties and cuts."""
+    params = [
+        SamplingParams(
+            max_tokens=item.params.max_tokens,
+            temperature=item.params.temperature,
+            seed=item.params.seed,
+            logprobs=logprobs,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        for item in items
+    ]
+    return [{"prompt_token_ids": [*item.prompt_token_ids]} for item in items], params
 
 
 def plain_requests(count: int, max_tokens: int):

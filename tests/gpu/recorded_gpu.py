@@ -109,6 +109,15 @@ def drive(core: EngineCore, items) -> Recording:
     return Recording(ran.tokens, {}, ran.offered, ran.accepted)
 
 
+def require_same_logits(items, found: Recording, truth: Recording) -> None:
+    """Of every emitted token, to the bit."""
+    assert found.tokens == truth.tokens
+    for item in items:
+        prompt = item.prompt_token_ids
+        for key in ((prompt, at) for at in range(len(prompt), item.max_total_tokens)):
+            assert torch.equal(found.rows[key], truth.rows[key]), (item.request_id, key[1])
+
+
 def windows_must_be_captured(patch: pytest.MonkeyPatch) -> None:
     """A step of windows alone that runs without a graph fails."""
     run_eagerly = EagerLauncher.run

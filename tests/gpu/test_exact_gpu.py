@@ -13,6 +13,7 @@ from gpu_files import (
     HYBRID_SIZES,
     OPTIONS,
     SIZES,
+    for_llm,
     requests,
     speculation,
     write_files,
@@ -87,21 +88,7 @@ def engine(files, spec: dict | None) -> LLM:
 
 
 def asked():
-    items = list(requests(COUNT, MAX_TOKENS))
-    prompts = [{"prompt_token_ids": [*item.prompt_token_ids]} for item in items]
-    # Penalties make log-probabilities no others: they are of the raw logits.
-    params = [
-        SamplingParams(
-            max_tokens=MAX_TOKENS,
-            temperature=item.params.temperature,
-            seed=item.params.seed,
-            logprobs=0,
-            ignore_eos=True,
-            detokenize=False,
-        )
-        for item in items
-    ]
-    return prompts, params
+    return for_llm(list(requests(COUNT, MAX_TOKENS)), logprobs=0)
 
 
 def scored(model: ExactModel, sequences, starts) -> tuple[torch.Tensor, ...]:

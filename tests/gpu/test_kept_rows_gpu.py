@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from gpu_files import (
     HYBRID_SIZES,
     OPTIONS,
@@ -13,7 +12,7 @@ from gpu_files import (
     write_nextn_target,
     write_small_family,
 )
-from recorded_gpu import Recording, record
+from recorded_gpu import Recording, record, require_same_logits
 
 from helpers.hybrids import FULL, LINEAR, hybrid_config
 from sametoken.engine.load import Requested
@@ -67,9 +66,4 @@ def test_logits_are_those_of_a_layer_that_runs_all_rows(name, tmp_path, monkeypa
     monkeypatch.setattr(Requested, "all_states", True)
     whole = logits(enforce_eager=True)
     for kept in found:
-        assert kept.tokens == whole.tokens
-        for item in items:
-            prompt = item.prompt_token_ids
-            for position in range(len(prompt), item.max_total_tokens):
-                key = prompt, position
-                assert torch.equal(kept.rows[key], whole.rows[key]), (item.request_id, position)
+        require_same_logits(items, kept, whole)

@@ -10,6 +10,7 @@ from gpu_files import (
     HYBRID_SIZES,
     OPTIONS,
     SIZES,
+    for_llm,
     plain_requests,
     write_hybrid_target,
     write_target,
@@ -19,7 +20,7 @@ from recorded_gpu import windows_must_be_captured
 from helpers.checkpoints import head_tensors, write_safeailab
 from helpers.hybrids import hybrid_config
 from helpers.updates import same_weights, tensors_of
-from sametoken import LLM, SamplingParams
+from sametoken import LLM
 from sametoken.errors import WeightUpdateError
 from sametoken.models.quantize import SCHEMES, quantize_checkpoint
 from sametoken.runner.graphs import StepGraphs
@@ -44,20 +45,7 @@ def items(count: int, max_tokens: int = MAX_TOKENS):
 
 def said(llm: LLM, count: int = 12) -> list:
     """Token ids and log-probabilities, to the bit."""
-    asked = items(count)
-    params = [
-        SamplingParams(
-            max_tokens=MAX_TOKENS,
-            temperature=item.params.temperature,
-            seed=item.params.seed,
-            logprobs=2,
-            ignore_eos=True,
-            detokenize=False,
-        )
-        for item in asked
-    ]
-    prompts = [{"prompt_token_ids": [*item.prompt_token_ids]} for item in asked]
-    outputs = llm.generate(prompts, params)
+    outputs = llm.generate(*for_llm(items(count), logprobs=2))
     return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from itertools import cycle
 
 import pytest
 
-from helpers import dense_modules
+from helpers import dense_modules, latents
 from helpers.checkpoints import VOCAB, write_checkpoint, write_llama
 from helpers.dense_modules import ERNIE, MIMO, write_module
 from helpers.harness import run, swapped_by
@@ -15,13 +16,11 @@ from helpers.hybrids import (
     hybrid_config,
     hybrid_tensors,
     merged_experts,
-    twin_config,
-    twin_tensors,
     without_mtp,
     write_hybrid,
 )
-from helpers.latents import write_twin
 from helpers.small_engines import build, cached_by, mtp, plain, requests
+from helpers.twin import write_qwen
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.models.decoder import Decoder
 
@@ -40,30 +39,17 @@ def dense(tmp_path_factory):
     return write_hybrid(tmp_path_factory.mktemp("dense"), seed=4)
 
 
-@pytest.fixture(scope="module")
-def recurrent_twin(tmp_path_factory):
-    config = twin_config()
-    return write_checkpoint(tmp_path_factory.mktemp("twin"), config, twin_tensors(config, seed=6))
+TWINS = {
+    "recurrent": partial(write_qwen, seed=6),
+    "latent": latents.write_twin,
+    "ernie": partial(dense_modules.write_twin, kind=ERNIE),
+    "mimo": partial(dense_modules.write_twin, kind=MIMO),
+}
 
 
-@pytest.fixture(scope="module")
-def latent_twin(tmp_path_factory):
-    return write_twin(tmp_path_factory.mktemp("latent_twin"))
-
-
-@pytest.fixture(scope="module")
-def ernie_twin(tmp_path_factory):
-    return dense_modules.write_twin(tmp_path_factory.mktemp("ernie_twin"), ERNIE)
-
-
-@pytest.fixture(scope="module")
-def mimo_twin(tmp_path_factory):
-    return dense_modules.write_twin(tmp_path_factory.mktemp("mimo_twin"), MIMO)
-
-
-@pytest.fixture(params=["recurrent_twin", "latent_twin", "ernie_twin", "mimo_twin"])
-def twin(request):
-    return request.getfixturevalue(request.param)
+@pytest.fixture(scope="module", params=TWINS)
+def twin(request, tmp_path_factory):
+    return TWINS[request.param](tmp_path_factory.mktemp(request.param))
 
 
 @pytest.mark.parametrize(("k", "steps"), zip((1, 3, 8), cycle(("static", "compact"))))
@@ -118,12 +104,13 @@ def test_synthetic_acceptance_accepts_as_often_as_it_is_told(dense):
     assert 0.5 < drafted.accepted / drafted.offered < 0.8
 
 
-def test_a_cached_prefix_changes_no_token(latent_twin):
-    core = build(latent_twin, mtp(3), enable_prefix_caching=True)
-    assert run(core, requests()).tokens == plain(latent_twin)
+@pytest.mark.parametrize("twin", ["latent"], indirect=True)
+def test_a_cached_prefix_changes_no_token(twin):
+    core = build(twin, mtp(3), enable_prefix_caching=True)
+    assert run(core, requests()).tokens == plain(twin)
     cached = cached_by(core)
     warm = run(core, requests())
-    assert warm.tokens == plain(latent_twin)
+    assert warm.tokens == plain(twin)
     assert warm.accepted == warm.offered > 0
     assert max(cached) >= 16
 
@@ -192,19 +179,20 @@ def test_more_drafts_than_a_module_is_good_for_are_refused(dense):
         build(dense, mtp(9))
 
 
-def test_a_token_map_changes_no_token(recurrent_twin, tmp_path):
+@pytest.mark.parametrize("twin", ["recurrent"], indirect=True)
+def test_a_token_map_changes_no_token(twin, tmp_path):
     names = {"all": list(range(VOCAB)), "half": list(range(0, VOCAB, 2))}
-    ran = {"none": run(build(recurrent_twin, mtp(3)), requests())}
+    ran = {"none": run(build(twin, mtp(3)), requests())}
     for name, ids in names.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(ids))
         spec = mtp(3, token_map=str(tmp_path / f"{name}.json"))
-        ran[name] = run(build(recurrent_twin, spec), requests())
-    assert ran["none"].tokens == ran["all"].tokens == ran["half"].tokens == plain(recurrent_twin)
+        ran[name] = run(build(twin, spec), requests())
+    assert ran["none"].tokens == ran["all"].tokens == ran["half"].tokens == plain(twin)
     assert ran["none"].accepted == ran["all"].accepted == ran["all"].offered
     assert 0 < ran["half"].accepted < ran["half"].offered
 
 
-def test_a_token_map_for_another_vocabulary_is_refused(recurrent_twin, tmp_path):
+def test_a_token_map_for_another_vocabulary_is_refused(dense, tmp_path):
     (tmp_path / "map.json").write_text(json.dumps([1, VOCAB]))
     with pytest.raises(ConfigError, match=f"outside a vocabulary of {VOCAB}"):
-        build(recurrent_twin, mtp(3, token_map=str(tmp_path / "map.json")))
+        build(dense, mtp(3, token_map=str(tmp_path / "map.json")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -42,9 +43,9 @@ def twin_shape(k: int, steps_in_flight: int) -> Shape:
     )
 
 
-def write_qwen(directory, seed: int) -> None:
+def write_qwen(directory: Path, seed: int) -> Path:
     config = twin_config()
-    write_checkpoint(directory, config, twin_tensors(config, seed))
+    return write_checkpoint(directory, config, twin_tensors(config, seed))
 
 
 class Twin:

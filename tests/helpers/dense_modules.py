@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.checkpoints import layer_shapes, random_tensors
+from helpers.checkpoints import change_config, change_tensors, layer_shapes, random_tensors
 from helpers.families import write_family
 from helpers.nextn_files import leave_last_layer
 
@@ -43,13 +43,9 @@ def write_module(directory: Path, kind: str, seed: int = 0, **changes) -> Path:
     """A random target, for MiMo transformers' Qwen2, and a random module."""
     family = "qwen2" if kind == MIMO else kind
     write_family(directory, family, seed, num_nextn_predict_layers=1, head_dim=8, **changes)
-    path = directory / "config.json"
-    config = json.loads(path.read_text())
-    names = {"architectures": [ARCHITECTURES[kind]], "model_type": kind}
-    path.write_text(json.dumps(config | names))
-    file = directory / "model.safetensors"
-    save_file(load_file(file) | module_tensors(kind, config, seed), file)
-    return directory
+    change_config(directory, architectures=[ARCHITECTURES[kind]], model_type=kind)
+    config = json.loads((directory / "config.json").read_text())
+    return change_tensors(directory, lambda old: old | module_tensors(kind, config, seed))
 
 
 def write_twin(directory: Path, kind: str, seed: int = 0) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from helpers.checkpoints import write_checkpoint
+from helpers.checkpoints import change_tensors, write_checkpoint
 from helpers.families import GEMMA_4, SEEING, fixed_config, random_model, write_family
 from helpers.gguf_files import write_converted
 from helpers.gguf_keys import HYBRIDS
@@ -214,6 +214,4 @@ def _write_hybrid(directory, family, architectures=None, **changes):
 
 
 def _add_nextn(directory, config):
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    save_file(tensors | nextn_tensors(config, tensors, seed=0), path)
+    change_tensors(directory, lambda old: old | nextn_tensors(config, old, seed=0))

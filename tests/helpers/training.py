@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from helpers.checkpoints import write_llama
+from helpers.checkpoints import change_tensors, write_llama
 from sametoken import LLM, SamplingParams
 from sametoken.errors import ConfigError
 from sametoken.train.distillation import TrainingText
@@ -47,10 +46,8 @@ def write_target(directory: Path) -> Path:
 def with_bad_weights(target: Path, directory: Path) -> Path:
     """A copy of a target that is refused as soon as its weights are read."""
     shutil.copytree(target, directory)
-    tensors = load_file(directory / "model.safetensors")
-    bad = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
-    save_file(bad, directory / "model.safetensors")
-    return directory
+    nan = torch.nan
+    return change_tensors(directory, lambda old: {n: t.fill_(nan) for n, t in old.items()})
 
 
 def open_llm(model: Path, **options) -> LLM:

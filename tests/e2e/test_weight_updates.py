@@ -47,6 +47,11 @@ MODULES = {
         kind: lambda path, seed, kind=kind: write_module(path, kind, seed) for kind in (ERNIE, MIMO)
     },
 }
+DRAFTERS = {
+    "eagle": lambda path, seed: write_eagle1(path, eagle1_tensors(seed)),
+    "eagle3": lambda path, seed: write_safeailab(path, head_tensors(seed)),
+    "draft_model": lambda path, seed: write_llama(path, seed, num_hidden_layers=1),
+}
 
 
 @pytest.fixture(scope="module")
@@ -119,17 +124,9 @@ def test_a_module_that_is_not_sent_stays(tmp_path):
     assert same_weights(live, built)
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model"])
+@pytest.mark.parametrize("method", DRAFTERS)
 def test_a_drafters_weights_change_alone(method, llamas, answers, tmp_path):
-    paths = []
-    for seed in (0, 1):
-        path = tmp_path / str(seed)
-        if method == "eagle":
-            paths.append(write_eagle1(path, eagle1_tensors(seed)))
-        elif method == "eagle3":
-            paths.append(write_safeailab(path, head_tensors(seed)))
-        else:
-            paths.append(write_llama(path, seed, num_hidden_layers=1))
+    paths = [DRAFTERS[method](tmp_path / str(seed), seed) for seed in (0, 1)]
     spec = {"method": method, "num_speculative_tokens": 3}
     live, built = (engine(llamas[0], spec | {"model": str(path)}) for path in paths)
     assert not same_weights(live, built)

@@ -38,7 +38,7 @@ from whole_requests import (
 )
 
 from sametoken.bench.datasets import load_dataset
-from sametoken.bench.prompts import encode_items
+from sametoken.bench.prompts import first_turn
 from sametoken.config import DEFAULT_MODEL, SpeculativeConfig
 from sametoken.models.names import HEAD_FILES, HEAD_NAME, resolve_drafter, resolve_model
 from sametoken.text.tokenizer import load_tokenizer
@@ -102,11 +102,12 @@ def sides(model: str, head: str, options: argparse.Namespace) -> list[DrafterSid
 
 def read_prompts(model: str, limit: int) -> list[Prompt]:
     tokenizer = load_tokenizer(Path(model))
-    found = []
-    for dataset in DATASETS:
-        encoded = encode_items(load_dataset(dataset, limit=limit), tokenizer)
-        found += [Prompt(dataset, list(token_ids)) for token_ids in encoded]
-    return found
+    templated = bool(tokenizer.chat_template)
+    return [
+        Prompt(dataset, list(first_turn(item, tokenizer, templated=templated)[1]))
+        for dataset in DATASETS
+        for item in load_dataset(dataset, limit=limit)
+    ]
 
 
 def run(options: argparse.Namespace, console: Console) -> Results:

@@ -71,5 +71,5 @@ def test_an_interrupt_of_the_first_load_leaves_nothing(bench, tmp_path):
 
 def test_options_with_vllm_s_names_too_stand_and_take_units_as_others_do(bench):
     assert bench(9, "--num-warmups", "0k").exit_code == 0
-    shown = CliRunner().invoke(app, ["bench", "serve", "--help"]).stdout
+    shown = invoke("bench", "serve", "--help").stdout
     assert shown.index("Server options:") < shown.index("--url, --base-url")

@@ -39,10 +39,16 @@ typedef struct {
     int32_t of_zero[2];
 } rounded;
 
+/* Whether one instruction adds four products, and what it has the bytes of a column raised by. */
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #define SUMS_OF_FOUR 1
+#define RAISED 0x80
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define SUMS_OF_FOUR 1
+#define RAISED 0
 #else
 #define SUMS_OF_FOUR 0
+#define RAISED 0
 #endif
 
 typedef int16_t i16v __attribute__((vector_size(LANES * 4)));
@@ -128,6 +134,8 @@ INLINE i32v add_products(i32v sum, u32v columns, u32v row, const int codes) {
     sum = (i32v)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)columns, (__m512i)row);
 #elif defined(__AVXVNNI__)
     sum = (i32v)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)columns, (__m256i)row);
+#elif defined(__ARM_FEATURE_DOTPROD)
+    sum = (i32v)vdotq_s32((int32x4_t)sum, (int8x16_t)columns, (int8x16_t)row);
 #else
     i16v two = pairs(columns, row, codes);
     sum = codes == NIBBLES ? (i32v)((i16v)sum + two) : sum + fold(two);
@@ -140,13 +148,13 @@ INLINE i32v add_products(i32v sum, u32v columns, u32v row, const int codes) {
 
 /* The code that stands for 0 among those that are multiplied. */
 INLINE int32_t zero_of(const format *f) {
-    return f->codes == NIBBLES ? (int32_t)f->zero : SUMS_OF_FOUR ? 128 : 0;
+    return f->codes == NIBBLES ? (int32_t)f->zero : RAISED;
 }
 
 /* Bytes of a column as the instructions take them. */
 INLINE u32v part_of(u32v word, const int half, const int codes) {
     if (codes == NIBBLES) return (half ? word >> 4 : word) & 0x0f0f0f0f;
-    return SUMS_OF_FOUR ? word ^ 0x80808080 : word;
+    return word ^ RAISED * 0x01010101u;
 }
 
 /* Add a group of features, some panels from `panel` on, to the sums of rows. */
@@ -185,7 +193,7 @@ INLINE void add_group(const int rows, const int panels, int panel, const rounded
             const rounded *own = x + r * stride;
             i32v whole = products[r][p];
             if (codes == NIBBLES && !SUMS_OF_FOUR) whole = fold((i16v)whole);
-            if (!f->minima || SUMS_OF_FOUR) whole -= splat_integer(own->of_zero[group]);
+            if (!f->minima || RAISED) whole -= splat_integer(own->of_zero[group]);
             f32v value = __builtin_convertvector(whole, f32v) * scale;
             if (f->minima) value += own->sums[group] * minimum;
             sum[r][p] += value * own->scale;

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 _SPACE = " \t\r\n"
 _OPENING, _CLOSING = "{[", "}]"
 # Possessive quantifiers do not backtrack, so the time is linear in the text.
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_STRING = re.compile(r'"(?>[^"\\]|\\.)*+"', re.DOTALL)
 _TOKEN = re.compile(rf'{_STRING.pattern}|["{{}}\[\]]', re.DOTALL)
 # Followed by what may follow a string in an object or a list.
 _WHOLE_STRING = rf"{_STRING.pattern}(?=[{_SPACE}]*+[:,}}\]])"

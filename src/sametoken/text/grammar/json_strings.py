@@ -12,7 +12,7 @@ import re
 _CLASS = r"[^\"\\\r\n]"
 _RULE = re.compile(rf"^(\S+) ::= \(\({re.escape(_CLASS)}\)\)$", re.MULTILINE)
 _PART = re.compile(
-    r'(?P<class>\[(?:[^\]\\]|\\.)*+\])|"(?:[^"\\]|\\.)*+"'
+    r'(?P<class>\[(?>[^\]\\]|\\.)*+\])|"(?>[^"\\]|\\.)*+"'
     r"|(?<![^\s(){}])(?P<rule>[^\s(){}]++)\{(?P<least>\d+), (?P<most>-?\d+)\}"
 )
 #: What every character of a longer string is: none that JSON has to escape.

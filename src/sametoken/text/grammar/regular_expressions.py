@@ -18,13 +18,13 @@ _CODE = re.compile(r"(?:x|u00|u\{0*)([0-9a-fA-F]{1,2})\}?|c([a-zA-Z])")
 _SHORT = re.compile(r"[\x01-\x08\x0e-\x1f\x7f-\xff]")
 #: A class that begins with an escaped ^, which the compiler would take for a negation.
 _CARET = r"\\(?:\^|x5[eE]|u005[eE]|u\{0*5[eE]\})"
-_CARET_FIRST = re.compile(rf"\[{_CARET}(?:{_CARET}|\^)*+(?P<rest>(?:[^\]\\]|\\.)*+)\]", re.DOTALL)
+_CARET_FIRST = re.compile(rf"\[{_CARET}(?>{_CARET}|\^)*+(?P<rest>(?>[^\]\\]|\\.)*+)\]", re.DOTALL)
 #: A point in the compiler's own words: to it, one would be a line break too.
 _POINT = r"[^\n\r\u2028\u2029]"
 # Comments, literals and character classes of a grammar, whose content is not grammar syntax.
 _GRAMMAR_PART = re.compile(
-    r'#[^\n]*+|(?P<regex>\bRegex\s*+\(\s*+)?"(?P<text>(?:[^"\\\n]|\\.)*+)"'
-    r"|\[(?P<class>(?:[^\]\\\n]|\\.)*+)\](?P<rule>\s*+::=)?"
+    r'#[^\n]*+|(?P<regex>\bRegex\s*+\(\s*+)?"(?P<text>(?>[^"\\\n]|\\.)*+)"'
+    r"|\[(?P<class>(?>[^\]\\\n]|\\.)*+)\](?P<rule>\s*+::=)?"
 )
 
 

@@ -30,10 +30,9 @@ from sametoken.train.compute import Compute, choose_compute, enough_memory
 from sametoken.train.loop import CHECKPOINT, not_written, require_same_training
 from sametoken.train.networks import DecoderNetwork
 from sametoken.train.options import LoopOptions
+from sametoken.types.speculative_config import HEAD_NUM_TOKENS
 
 _CONFIG = "config.json"
-# Drafts per step in a head's config: the default of engines.
-_SERVED_DRAFTS = 4
 #: Answers to train on, beside the drafter that is trained on them.
 TEXT = "text.jsonl"
 #: Names that no checkpoint's own shards have.
@@ -205,7 +204,7 @@ def _config(layout: HeadLayout) -> dict[str, Any]:
             "proposal_methods": [
                 {
                     "proposal_type": "greedy",
-                    "speculative_tokens": _SERVED_DRAFTS,
+                    "speculative_tokens": HEAD_NUM_TOKENS,
                     "verifier_accept_k": 1,
                     "accept_tolerance": 0.0,
                 }

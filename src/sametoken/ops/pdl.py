@@ -20,6 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from sametoken.ops.fp_fusion import FUSED
+
 _HOPPER = (9, 0)
 
 
@@ -66,13 +68,14 @@ def prefetch_l2(at, BYTES: tl.constexpr):
 
 
 def pdl_options(tensor: Tensor, early: bool = True) -> dict[str, bool]:
-    """Launch options of a kernel that calls ``gdc_wait``.
+    """Launch options of a kernel that calls ``gdc_wait``, and ``FUSED``.
 
     Args:
         tensor: on the device of the launch.
         early: start while the kernel before it runs. The kernel after it may start early anyway.
     """
-    return {"PDL": True, "launch_pdl": early} if supports_pdl(tensor) else {"PDL": False}
+    pdl = {"PDL": True, "launch_pdl": early} if supports_pdl(tensor) else {"PDL": False}
+    return FUSED | pdl
 
 
 def supports_pdl(tensor: Tensor) -> bool:

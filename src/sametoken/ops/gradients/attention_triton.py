@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.backend import AttentionShape
+from sametoken.ops.fp_fusion import FUSED
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.model.attention.tuning import LOG2_E
 
@@ -55,6 +56,7 @@ def attention_gradients(
         "D": shape.head_dim,
         "WINDOW": shape.sliding_window or 0,
         **_tiles(shape.head_dim, q.dtype),
+        **FUSED,
     }
     tiles = cdiv(longest, sizes["OWN"])
     _queries_kernel[(num_sequences * tiles, shape.num_heads)](

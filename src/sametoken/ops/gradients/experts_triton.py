@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sametoken.ops.fp_fusion import FUSED
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.model.activation_triton import gelu_of
 from sametoken.ops.model.moe_rows_triton import RowGroups, combine
@@ -68,6 +69,7 @@ def expert_gradients(
         ACTIVATION=activation,
         BLOCK=min(next_power_of_2(given.shape[1]), _COLUMNS),
         num_warps=4,
+        **FUSED,
     )
     by_x = torch.empty_like(x)
     combine(_rows(by_inner, gate_up, groups, 1), torch.ones_like(weights), by_x)
@@ -108,6 +110,7 @@ def _rows(x: Tensor, weight: Tensor, groups: RowGroups, pairs_per_row: int) -> T
         BLOCK_FEATURES=block_features,
         BLOCK_DEPTH=min(_tile(depth, x.dtype), 64),
         num_warps=4,
+        **FUSED,
         num_stages=3,
     )
     return out
@@ -140,6 +143,7 @@ def _weights(
         BLOCK_N=tiles[1],
         BLOCK_PAIRS=min(_tile(pairs, dtype), 64),
         num_warps=8,
+        **FUSED,
         num_stages=3,
     )
     return out

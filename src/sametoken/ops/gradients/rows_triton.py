@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.backend import AttentionShape, QKNorm, RotaryTable
+from sametoken.ops.fp_fusion import FUSED
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 
 #: Programs of a launch that sums over rows: four for each multiprocessor.
@@ -49,6 +50,7 @@ def norm_gradients(
         WIDTH=width,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
+        **FUSED,
     )
     return by_x, by_weight.sum(dim=0).to(weight.dtype)
 
@@ -101,6 +103,7 @@ def rotary_gradients(
         HALF_BLOCK=next_power_of_2(max(half, 1)),
         REST_BLOCK=next_power_of_2(max(dim - 2 * half, 1)),
         num_warps=8,
+        **FUSED,
     )
     if qk_norm is None or by_weights is None:
         return (by_qkv,)
@@ -112,7 +115,13 @@ def silu_mul_gradient(gate_up: Tensor, of: Tensor) -> Tensor:
     gate_up, (rows, width) = gate_up.contiguous(), of.shape
     by_gate_up = torch.empty_like(gate_up)
     _silu_mul_kernel[(rows, cdiv(width, _BLOCK))](
-        gate_up, of.contiguous(), by_gate_up, WIDTH=width, BLOCK=_BLOCK, num_warps=4
+        gate_up,
+        of.contiguous(),
+        by_gate_up,
+        WIDTH=width,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        **FUSED,
     )
     return by_gate_up
 

@@ -114,8 +114,7 @@ def _penalise(
         vocab_size,
         BLOCK=_BLOCK,
         num_warps=4,
-        enable_fp_fusion=False,
-        **pdl_options(logits),
+        **(pdl_options(logits) | {"enable_fp_fusion": False}),
     )
 
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.backend import AttentionRows, SampledRows
+from sametoken.ops.fp_fusion import FUSED
 from sametoken.ops.pdl import gdc_launch_and_wait, gdc_wait, pdl_options
 from sametoken.ops.step.types import NUM_COUNTS, LayoutTable, Sequences, StepInputs, VerifyResult
 from sametoken.types import layout as columns
@@ -295,6 +296,7 @@ def fetch(entries: Tensor, num_fetched: Tensor, table: Tensor) -> None:
         # Of the largest table, so that one compiled form reads all.
         BLOCK=triton.next_power_of_2(entries.shape[1]),
         num_warps=4 if entries.shape[1] > _PER_WARP else 1,
+        **FUSED,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sametoken.ops.fp_fusion import FUSED
 from sametoken.ops.step.reference import write_tables as write_in_order
 from sametoken.ops.step.types import TableWrite
 
@@ -44,7 +45,8 @@ def write_tables(writes: Sequence[TableWrite]) -> None:
     if device.type != "cpu":
         packed = packed.pin_memory().to(device, non_blocking=True)
     size = 2 * runs.size
-    _write_kernel[(len(runs),)](packed[:size].view(torch.int64), packed[size:], BLOCK=_BLOCK)
+    places, values = packed[:size].view(torch.int64), packed[size:]
+    _write_kernel[(len(runs),)](places, values, BLOCK=_BLOCK, **FUSED)
 
 
 def _share_memory(addresses: list[int], lengths: list[int]) -> bool:

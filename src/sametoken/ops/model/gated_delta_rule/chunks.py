@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sametoken.ops.fp_fusion import FUSED
 from sametoken.ops.hopper import shared_memory
 from sametoken.ops.model.gated_delta_rule.reference import NORM_EPS
 from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
@@ -308,6 +309,7 @@ def advance_chunks(
         *raw.strides,
         **sizes,
         num_warps=8,
+        **FUSED,
     )
     _solve_kernel[(count, heads)](
         fast.chunks,
@@ -317,6 +319,7 @@ def advance_chunks(
         weights,
         **{name: sizes[name] for name in ("HK", "HV", "DK")},
         num_warps=4,
+        **FUSED,
     )
     width, columns = tile_size(rule.key_dim), min(_COLUMNS, tile_size(num_values))
     # Of what ``_scan`` reads of a chunk: two are in flight beside the one that products read.
@@ -340,4 +343,5 @@ def advance_chunks(
         COLUMNS=columns,
         STAGES=3 if fits else 1,
         num_warps=4,
+        **FUSED,
     )

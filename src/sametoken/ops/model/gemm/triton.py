@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sametoken.ops.fp_fusion import FUSED
 from sametoken.ops.launch_sizes import cdiv
 from sametoken.ops.model.activation_triton import activated
 from sametoken.ops.model.gemm.tuning import Epilogue, TritonConfig
@@ -210,7 +211,7 @@ def tiled_product(
         x_tiles = TensorDescriptor.from_tensor(x, [config.block_rows, config.block_depth])
         w_tiles = TensorDescriptor.from_tensor(matrix, [config.block_features, config.block_depth])
     programs = cdiv(rows, config.block_rows) * cdiv(out_features, config.block_features)
-    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    launch = FUSED | {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if config.pdl:
         launch["launch_pdl"] = True
     _product_kernel[(programs,)](

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sametoken.ops.fp_fusion import FUSED
 from sametoken.ops.hopper import shared_memory
 from sametoken.ops.model.mamba2.prepare import time_step
 from sametoken.ops.model.mamba2.rule import Mamba2Params
@@ -264,6 +265,7 @@ def advance_chunks(
         *params.time_step_limit,
         **sizes,
         num_warps=8,
+        **FUSED,
     )
     _mix_kernel[(count, groups)](
         values,
@@ -274,6 +276,7 @@ def advance_chunks(
         out,
         **{name: sizes[name] for name in ("H", "P", "G", "N")},
         num_warps=4,
+        **FUSED,
     )
     rows, width = min(_ROWS, tile_size(rule.head_dim)), tile_size(rule.state_dim)
     held = FAST_ROWS * (2 * width + rows) * raw.mixed.itemsize
@@ -295,4 +298,5 @@ def advance_chunks(
         STAGES=max(1, min(3, (shared_memory(out) - _BESIDE) // held)),
         # A warp group holds 128 columns of a state.
         num_warps=max(4, width // 32),
+        **FUSED,
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows, RowRuns
+from sametoken.ops.fp_fusion import FUSED
 from sametoken.ops.launch_sizes import next_power_of_2
 from sametoken.ops.model.recurrent.rule import FAST_ROWS, Folded
 from sametoken.ops.pdl import gdc_wait, pdl_options
@@ -273,6 +274,7 @@ def _plan_chunks(table: Tensor, runs: RowRuns, num_rows: int, num_slots: int) ->
         CHUNK=FAST_ROWS,
         BLOCK_RUNS=next_power_of_2(max(num_slots, count)),
         num_warps=1,
+        **FUSED,
     )
     return FastRuns(first, count, num_chunks, table, chunks, first_chunks)
 

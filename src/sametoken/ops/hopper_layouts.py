@@ -27,6 +27,10 @@ TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 #: Whether a view of shared memory may reach beyond what it is a view of; Triton 3.8 refuses it.
 VIEWS_REACH_FURTHER = TRITON_VERSION < (3, 8)
 
+#: Whether the compiler deals a tensor's axes out to threads, after that of neighbours in memory,
+#: from the last one on; before Triton 3.7 from the first one on.
+LAST_AXIS_FIRST = TRITON_VERSION >= (3, 7)
+
 
 @gluon.constexpr_function
 def _in_lines(bits, rank=2, line_bytes=128):

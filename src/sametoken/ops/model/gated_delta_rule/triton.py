@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.hopper_layouts import TRITON_VERSION
+from sametoken.ops.hopper_layouts import LAST_AXIS_FIRST
 from sametoken.ops.model.gated_delta_rule import hopper
 from sametoken.ops.model.gated_delta_rule.chunks import advance_chunks
 from sametoken.ops.model.gated_delta_rule.prepare import prepare
@@ -30,9 +30,7 @@ from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 # Parts of a column of the state that are summed apart, and the most elements that a thread loads.
 _PARTS, _TOGETHER = tl.constexpr(8), tl.constexpr(4)
-# Triton deals a tensor's axes out to threads, after that of neighbours in memory, from the last one
-# on; before 3.7 from the first one on.
-_LAST_FIRST = tl.constexpr(TRITON_VERSION >= (3, 7))
+_LAST_FIRST = tl.constexpr(LAST_AXIS_FIRST)
 # Threads of a warp.
 _THREADS = tl.constexpr(32)
 

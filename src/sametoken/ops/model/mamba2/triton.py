@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.backend import RowRuns
+from sametoken.ops.hopper_layouts import LAST_AXIS_FIRST
 from sametoken.ops.model.mamba2 import hopper
 from sametoken.ops.model.mamba2.chunks import advance_chunks
 from sametoken.ops.model.mamba2.prepare import prepare
@@ -29,6 +30,7 @@ from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 # Threads that share a row of the state, and columns that each loads at once.
 _LANES, _TOGETHER = 8, tl.constexpr(4)
+_LAST_FIRST = tl.constexpr(LAST_AXIS_FIRST)
 # Threads of a warp.
 _THREADS = 32
 
@@ -72,6 +74,14 @@ def choose(rule: Mamba2, num_rows: int, runs: RowRuns, max_runs: int) -> ScanTil
     runs_at_once = runs.count if num_rows < EXACT_ROWS else num_rows // max(1, runs.max_rows)
     heads = rule.num_heads * min(runs_at_once, max_runs)
     return _LARGE if heads >= _FULL or runs.max_rows == 1 else _SMALL
+
+
+@triton.jit
+def _dealt(tensor):
+    """[LANES, ROWS, ...] in the order that gives lanes neighbouring threads, and back."""
+    if _LAST_FIRST:
+        tensor = tl.permute(tensor, (1, 0, 2))
+    return tensor
 
 
 @triton.jit
@@ -166,15 +176,16 @@ def _scan_rows(
                     reads = tl.where(lane == ahead, _read(state, rows[0], factor), reads)
                 if t + 1 == num_lasting:
                     for part in tl.static_range(len(is_column)):
-                        inside = is_element & is_column[part]
-                        tl.store(state_at + part * STRIDE, state[part], inside)
+                        inside = _dealt(is_element & is_column[part])
+                        tl.store(_dealt(state_at + part * STRIDE), _dealt(state[part]), inside)
             offset = tl.minimum(t + AHEAD, last) * WIDTH
             rows += (_load_row(at, offset, is_element, is_column),)
             rows = rows[1:]
         t = first + lane
         is_new = (lane < AHEAD) & (t >= num_folded) & (t < total)
-        target_at = out + (first - num_folded) * OUT_WIDTH + target
-        tl.store(target_at, reads.to(out.dtype.element_ty), is_element & is_new)
+        target_at = _dealt(out + (first - num_folded) * OUT_WIDTH + target)
+        reads = _dealt(reads.to(out.dtype.element_ty))
+        tl.store(target_at, reads, _dealt(is_element & is_new))
 
 
 @triton.jit
@@ -217,8 +228,9 @@ def _scan_tile(
     state_at = states + (slot * H + head) * P * N + element * N + column
     exists, state = is_element & (empty == 0) & (num_rows > 0), ()
     for part in tl.static_range(len(is_column)):
-        at, inside = state_at + part * STRIDE, exists & is_column[part]
-        state += (tl.load(at, inside, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
+        at, inside = _dealt(state_at + part * STRIDE), _dealt(exists & is_column[part])
+        loaded = tl.load(at, inside, other=0.0, cache_modifier=".cg")
+        state += (_dealt(loaded),)  # type: ignore[assignment]
     factor = tl.load(skip + head).to(tl.float32)
     # No other kernel writes the layer's states between ``plan_runs``, a PDL barrier, and here.
     gdc_wait(PDL)

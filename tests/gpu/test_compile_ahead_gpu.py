@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from sametoken.ops.compile_ahead import compiled_ahead
+from sametoken.ops.fp_fusion import FUSED
 
 
 @triton.jit
@@ -31,7 +32,7 @@ def test_launches_of_new_kernels_compile_them_once_and_do_not_run(compiled):
     x = torch.zeros(1, dtype=torch.int64, device="cuda")
 
     def launch(number):
-        _add_kernel[(1,)](x, NUMBER=number)
+        _add_kernel[(1,)](x, NUMBER=number, **FUSED)
 
     with ThreadPoolExecutor(1) as other:
         with compiled_ahead():

@@ -64,7 +64,7 @@ def target_options(draw, name: str, path: Path) -> dict:
     if name in WITH_FAST_PROMPTS:
         options["fast_prompts_from"] = draw(st.sampled_from([0, 0, 64, 100]))
     elif draw(st.integers(0, 3)) == 0:
-        modules = draw(st.sampled_from([("q_proj", "o_proj"), ("k_proj", "v_proj")]))
+        modules = draw(st.sampled_from([("q_proj", "o_proj"), ("k_proj", "v_proj", "qkv_proj")]))
         adapter = write_adapter(path.with_name("adapter"), path, modules, rank=8)
         options["lora_modules"] = {"own": str(adapter)}
     if draw(st.booleans()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -40,6 +41,12 @@ class Launches:
         return Kernel()
 
 
+def forget(launches, key):
+    """What Triton gives since 3.9, for a kernel that does not compile."""
+    given = "cleanup_fn" in inspect.signature(_async_compile.AsyncCompileMode.submit).parameters
+    return (lambda kernel: launches.kernels.pop(key, None),) if given else ()
+
+
 @pytest.fixture(autouse=True)
 def replaced_run(monkeypatch):
     """Does what Triton's launch does, without a GPU."""
@@ -49,7 +56,8 @@ def replaced_run(monkeypatch):
         if kernel is None:
             keep = partial(launches.kernels.__setitem__, key)
             mode = _async_compile.active_mode.get()
-            kernel = mode.submit(source, launches.compile, keep)
+            functions = (launches.compile, keep, *forget(launches, key))
+            kernel = mode.submit(source, *functions) if mode else launches.compile()
         if not warmup:
             kernel = kernel.result() if hasattr(kernel, "result") else kernel
             kernel.run("x")

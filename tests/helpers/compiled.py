@@ -38,8 +38,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 class Driver:
+    capability = 90
+
     def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self):
         return 0
@@ -47,12 +49,14 @@ class Driver:
     def get_current_stream(self, device=None):
         return 0
 
+# KiB of shared memory that a program can have.
+MEMORY = {80: 163, 89: 99, 90: 227, 120: 99}
 run = JITFunction.run
 
 def compiled(self, *args, grid, warmup, **options):
     assert 0 < grid[0] < 2**31 and all(0 < size < 2**16 for size in grid[1:]), grid
     kernel = run(self, *args, grid=grid, warmup=True, **options)
-    assert kernel.metadata.shared <= 227 << 10, kernel.metadata
+    assert kernel.metadata.shared <= MEMORY[Driver.capability] << 10, kernel.metadata
     return kernel
 
 driver.set_active(Driver())
@@ -68,7 +72,7 @@ with tempfile.TemporaryDirectory() as cache:
 gc.freeze()
 gc.disable()
 for line in sys.stdin:
-    code, cache, errors = json.loads(line)
+    code, cache, errors, Driver.capability = json.loads(line)
     if child := os.fork():
         print(os.waitpid(child, 0)[1], flush=True)
         continue
@@ -76,7 +80,7 @@ for line in sys.stdin:
     try:
         os.environ["TRITON_CACHE_DIR"] = cache
         os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
-        exec(code, {"torch": torch})
+        exec(code, {"torch": torch, "memory": MEMORY[Driver.capability] << 10})
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -96,18 +100,19 @@ def _server() -> subprocess.Popen:
     return process
 
 
-def compile_launches(code: str, cache) -> None:
+def compile_launches(code: str, cache, capability: int = 90) -> None:
     """Run code, in a process of its own, that calls host wrappers of kernels on CPU tensors.
 
     Fails if a kernel does not compile, if no GPU has room for its programs, or if it writes
     registers that products still read.
 
     Args:
-        code: may use torch.
+        code: may use torch, and ``memory``, the bytes of shared memory of a program.
         cache: a folder for what is compiled.
+        capability: of the GPU, 10 times the major and the minor.
     """
     server, errors = _server(), cache / "errors.txt"
-    server.stdin.write(json.dumps([code, str(cache), str(errors)]) + "\n")
+    server.stdin.write(json.dumps([code, str(cache), str(errors), capability]) + "\n")
     server.stdin.flush()
     assert server.stdout.readline() == "0\n", errors.read_text()[-2000:]
     left_in_registers = []

@@ -114,8 +114,9 @@ def select_kernels(device: torch.device) -> Kernels:
         UnsupportedError: the device has no kernels, or the named ones cannot work here.
     """
     if device.type == "cuda":
-        from sametoken.ops.triton import TritonKernels
+        from sametoken.ops.triton import TritonKernels, require_compiler
 
+        require_compiler(torch.cuda.get_device_capability(device))
         return TritonKernels()
     if device.type != "cpu":
         raise UnsupportedError(f"there are no kernels for device {device.type!r}", "use cpu")

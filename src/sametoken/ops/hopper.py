@@ -25,6 +25,11 @@ def shared_memory(x: Tensor) -> int:
     return _memory_of(x.get_device()) if x.is_cuda else SHARED_MEMORY
 
 
+def has_hoppers_memory(x: Tensor) -> bool:
+    """Whether programs on the tensor's GPU can have as much shared memory as on a Hopper."""
+    return shared_memory(x) >= SHARED_MEMORY
+
+
 @functools.cache
 def _memory_of(device: int) -> int:
     # Only CUDA builds of torch come with Triton.

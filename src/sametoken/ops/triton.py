@@ -17,6 +17,7 @@ from sametoken.ops.backend import (
     QueryRows,
 )
 from sametoken.ops.hopper import is_hopper
+from sametoken.ops.hopper_layouts import TRITON_VERSION
 from sametoken.ops.layer import LayerParts
 from sametoken.ops.model import activation_triton as activation
 from sametoken.ops.model import embedding as embedding_reference
@@ -100,6 +101,15 @@ class DeviceWeight(MatrixWeight):
         shape = GemmShape(self.out_features, self.in_features, epilogue)
         config = FLOAT32 if x.dtype == torch.float32 else self.table.choose(shape, x.shape[0])
         return product(config, x, self.matrix, epilogue, bias)
+
+
+def require_compiler(capability: tuple[int, int]) -> None:
+    """Refuse a compute capability for which this Triton does not compile attention."""
+    if capability[0] == 10 and TRITON_VERSION < (3, 8):
+        raise UnsupportedError(
+            "Triton before 3.8 compiles no attention for compute capability 10",
+            "install torch 2.14 or later, which comes with a newer one",
+        )
 
 
 def device_table() -> GemmTable:

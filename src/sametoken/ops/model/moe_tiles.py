@@ -67,13 +67,13 @@ _WHOLE_SUMS_GATED = ExpertTile(128, 128, 128, 8, 4, tma=True, programs=2)
 _WHOLE_SUMS_PLAIN = ExpertTile(128, 256, 128, 8, 4, tma=True, programs=2)
 
 
-def panels_tile(mean_rows: float, gated: bool) -> ExpertTile:
+def panels_tile(mean_rows: float, gated: bool, hopper: bool) -> ExpertTile:
     """The tile of a product of weights in 4 bits; arguments as ``expert_tile``."""
     if mean_rows <= 24:
         return ExpertTile(16 if mean_rows <= 8 else 32, 32 if gated else 64, 64, 4, 4)
     if mean_rows <= 128:
         return ExpertTile(64, 64 if gated else 128, 64, 4, 3, programs=2)
-    return ExpertTile(128, 64, 64, 4, 3, programs=2)
+    return ExpertTile(128, 64, 64, 4, 3 if hopper else 2, programs=2)
 
 
 def expert_tile(
@@ -93,7 +93,7 @@ def expert_tile(
         in_features: elements of a sum.
         weight_bytes: bytes of an element of the weight.
         gated: gate and up are one product.
-        hopper: the chip is a Hopper or newer.
+        hopper: the chip is a Hopper or newer, with its shared memory.
         whole_sums: weights and rows are float8 with a scale for each of theirs.
     """
     if hopper and weight_bytes <= 2 and in_features * weight_bytes % 16 == 0:
@@ -103,4 +103,5 @@ def expert_tile(
         return (_HOPPER_GATED if gated else _HOPPER_PLAIN)[most, weight_bytes]
     rows = 16 if mean_rows <= _SOME else 64
     features, depth = (min(max(next_power_of_2(n), 16), 64) for n in (out_features, in_features))
-    return ExpertTile(rows, features, GROUP if weight_bytes == 1 else depth, 4, 4)
+    num_stages = 3 if weight_bytes == 4 else 4
+    return ExpertTile(rows, features, GROUP if weight_bytes == 1 else depth, 4, num_stages)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sametoken.ops.hopper import has_hoppers_memory
 from sametoken.ops.model.activation_triton import Activation, activated
 from sametoken.ops.model.gemm.fp8_triton import rounded
 from sametoken.ops.model.gemm.int4_panels import ONE, Int4Panels, gate_and_up, int4_sums
@@ -383,16 +384,16 @@ def _product(
             activation is put off.
         gather: the pairs of a row of x, or 0.
         activation: what follows.
-        tile: by default ``expert_tile``.
+        tile: by default that of ``moe_tiles``.
     """
     out_features = out.shape[1] // (2 if activation.name == "put_off" else 1)
-    in_features = stack.in_features
-    is_gated, hopper = stack.out_features > out_features, supports_pdl(x)
+    in_features, is_gated = stack.in_features, stack.out_features > out_features
+    hopper = supports_pdl(x) and has_hoppers_memory(x)
     panels = stack if isinstance(stack, Int4Panels) else None
     x_scales = x_tiles = w_tiles = None
     if isinstance(stack, Int4Panels):
         matrix, num_groups = stack.words, stack.scales.shape[1]
-        tile = tile or panels_tile(groups.mean_rows, is_gated)
+        tile = tile or panels_tile(groups.mean_rows, is_gated, hopper)
     else:
         matrix = stack.weight
         num_groups = 1 if stack.scales is None else groups_of(stack.scales[0])

@@ -118,6 +118,8 @@ FP32_HEADS = LaunchTable(
     wide=_FP32_SEQUENTIAL,
     prefill=_FP32_SEQUENTIAL,
 )
+#: Tiles of 64 would take 148 KiB of shared memory, of which some GPUs have 99.
+FP32_LARGE_HEADS = replace(FP32_HEADS, tile=32)
 
 #: Not tuned. Two running results of 512 x 32 fill the registers of 8 warps, and one program's
 #: queries and two tiles of keys and values 130 KB of a multiprocessor's 227.
@@ -144,7 +146,9 @@ def table_for(shape: AttentionShape, dtype: torch.dtype) -> LaunchTable:
     """The launch table for heads of this size and dtype."""
     size = next_power_of_2(shape.head_dim)
     if dtype.itemsize == 4:
-        return FP32_HEADS if size <= 256 else FP32_HUGE_HEADS
+        if size <= 128:
+            return FP32_HEADS
+        return FP32_LARGE_HEADS if size == 256 else FP32_HUGE_HEADS
     if size <= 128:
         return SMALL_HEADS
     return LARGE_HEADS if size == 256 else HUGE_HEADS

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import QueryRows, RunGroup
+from sametoken.ops.hopper import shared_memory
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.model.attention.arithmetic import (
     accumulated,
@@ -41,6 +42,7 @@ from sametoken.ops.model.latent_attention.shape import LayerLatent
 from sametoken.ops.model.latent_attention.tuning import (
     LatentConfig,
     choose,
+    fitted,
     heads_per_tile,
     scratch_of,
 )
@@ -84,6 +86,7 @@ def attention(
     out = q.new_empty(num_rows, num_heads, memory.rank)
     for group in runs.groups if num_rows else ():
         chosen = config or choose(group.num_runs, group.max_rows, num_heads, max_seq_len, q.dtype)
+        chosen = fitted(chosen, shared_memory(q))
         assert LEVELS[0][1] % chosen.tile == 0
         _launch(q, scale, rows, memory, out, group, max_seq_len, chosen)
     return out

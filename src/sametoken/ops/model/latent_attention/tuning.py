@@ -39,10 +39,9 @@ class LatentConfig:
     programs: int = 2 * MULTIPROCESSORS
 
 
-#: 576-wide vectors of 16 bits: two tiles of 64 positions and 64 queries take 224 KB of a
-#: multiprocessor's 227.
-_HALF = LatentConfig("split_kv", 64, tile=64, num_warps=8, num_stages=2)
-_HALF_FEW = replace(_HALF, num_warps=4, kv_left=True)
+#: Over 576-wide vectors of 16 bits; a program takes 117 KiB of shared memory, with 16 queries 98.
+_HALF = LatentConfig("split_kv", 32, tile=64, num_warps=4, num_stages=2, kv_left=True)
+_HALF_MEMORY = 117 << 10
 #: fp32 products do not use tensor cores: small tiles only.
 _FULL = LatentConfig("split_kv", 16, tile=16, num_warps=4, num_stages=1)
 
@@ -64,8 +63,12 @@ def choose(
     splits = max_splits(max_seq_len)
     fits = 4 * num_runs * width * num_heads * splits * 512 <= MAX_PARTIAL_BYTES
     form: Form = "split_kv" if tiles < MULTIPROCESSORS and splits > 1 and fits else "sequential"
-    config = _HALF_FEW if dtype.itemsize == 2 and queries < 64 else widest
-    return replace(config, form=form, block_queries=queries)
+    return replace(widest, form=form, block_queries=queries)
+
+
+def fitted(config: LatentConfig, memory: int) -> LatentConfig:
+    """The configuration, with 16 queries where a program has less shared ``memory``."""
+    return config if memory >= _HALF_MEMORY else replace(config, block_queries=16)
 
 
 def scratch_of(

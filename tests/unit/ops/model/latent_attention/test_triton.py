@@ -17,7 +17,7 @@ from helpers.rows import runs_of
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import RowRuns
 from sametoken.ops.model.latent_attention.triton import attention
-from sametoken.ops.model.latent_attention.tuning import LatentConfig, choose, heads_per_tile
+from sametoken.ops.model.latent_attention.tuning import LatentConfig, choose, fitted, heads_per_tile
 
 SEQUENTIAL = LatentConfig("sequential", 16, tile=64, num_warps=4, num_stages=1)
 SPLIT_KV = replace(SEQUENTIAL, form="split_kv", programs=3)
@@ -96,13 +96,14 @@ def test_a_tile_has_whole_shares_of_the_heads(heads, most, expected):
 def test_few_queries_share_a_context_and_many_fill_the_chip():
     few = choose(8, 1, 20, 16384, torch.bfloat16)
     many = choose(1, 2048, 20, 16384, torch.bfloat16)
-    assert (few.form, few.block_queries, many.form, many.block_queries) == (
-        "split_kv", 32, "sequential", 64,
-    )  # fmt: skip
+    assert (few.form, many.form) == ("split_kv", "sequential")
+    assert few.block_queries == many.block_queries == 32
+    assert fitted(many, 99 << 10).block_queries == 16
     assert few.tile == many.tile, "the tile is part of the arithmetic"
 
 
-def test_launches_of_real_sizes_fit_a_hopper_gpu(tmp_path):
+@pytest.mark.parametrize("capability", [89, 90])
+def test_launches_of_real_sizes_fit_a_gpu(tmp_path, capability):
     """In fp32, where tiles are small and take the compiler long, of vectors that are narrower.
 
     In windows, and in chunks, among which programs look for theirs.
@@ -110,7 +111,9 @@ def test_launches_of_real_sizes_fit_a_hopper_gpu(tmp_path):
     code = """
 from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.model.latent_attention.shape import LayerLatent
-from sametoken.ops.model.latent_attention.triton import attention
+from sametoken.ops.model.latent_attention import triton
+
+triton.shared_memory = lambda tensor: memory
 
 def launch(
     heads, runs, width, max_blocks, rank=512, dtype=torch.bfloat16, scale=None, chunks=False
@@ -122,8 +125,8 @@ def launch(
     cut = RowRuns(runs, width, starts, 0 if chunks else runs, width)
     where = AttentionRows(slots, slots, slots, table, cut)
     stored = dtype if scale is None else torch.float8_e4m3fn
-    memory = LayerLatent(torch.zeros(2, 16, rank + 64, dtype=stored), rank, scale)
-    attention(torch.zeros(rows, heads, rank + 64, dtype=dtype), 0.1, where, memory)
+    layer = LayerLatent(torch.zeros(2, 16, rank + 64, dtype=stored), rank, scale)
+    triton.attention(torch.zeros(rows, heads, rank + 64, dtype=dtype), 0.1, where, layer)
 
 launch(16, 1, 1, 1024)
 launch(20, 8, 9, 1024, chunks=True)
@@ -132,6 +135,6 @@ launch(16, 2, 3, 64, 128, torch.float32)
 launch(16, 1, 1, 1024, scale=torch.ones(1))
 launch(128, 64, 3, 128, scale=torch.ones(1))
 """
-    compile_launches(code, tmp_path)
+    compile_launches(code, tmp_path, capability)
     forms = sorted(path.stem for path in tmp_path.rglob("*_kernel.ptx"))
     assert forms == ["_merge_kernel"] * 4 + ["_sequential_kernel"] * 2 + ["_split_kv_kernel"] * 4

@@ -97,24 +97,25 @@ _TYPES = ["full_attention", "sliding_attention", "full_attention"]
 _WINDOWS = {"sliding_window": 5, "use_sliding_window": False, "max_window_layers": 1}
 _YARN_OF_128 = {"rope_type": "yarn", "factor": 4.0}
 _ORIGINAL_16 = {"original_max_position_embeddings": 16}
+_BIASES = {"attention_bias": True}
 #: Keys that other classes read, by the family whose class passes over them.
 PASSED_OVER = [
-    ("ministral", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.7}}),
+    ("ministral", _BIASES | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.7}}),
     ("ministral", _WINDOWS | {"layer_types": None}),
-    ("ministral3", _WINDOWS | {"layer_types": _TYPES}),
+    ("ministral3", _BIASES | _WINDOWS | {"layer_types": _TYPES}),
     ("phi3", _WINDOWS | {"layer_types": _TYPES}),
     ("gemma3", {"rope_parameters": None, "rope_scaling": _YARN_OF_128} | _ORIGINAL_16),
     ("gemma4", {"num_experts_per_tok": 1}),
     *((name, {"use_sliding_window": False}) for name in ("gemma3", "gemma4", "gpt_oss", "olmo3")),
     ("deepseek_v2", {"rope_interleave": False}),
-    ("mixtral", _WINDOWS | {"layer_types": _TYPES, "norm_topk_prob": False}),
+    ("mixtral", _BIASES | _WINDOWS | {"layer_types": _TYPES, "norm_topk_prob": False}),
     ("ernie4_5_moe", {"moe_layer_start_index": 1, "moe_layer_end_index": -1}),
     ("ernie4_5_moe", {"n_group": 2, "topk_group": 1}),
     ("minimax_m2", {"n_group": 1, "topk_group": 2}),
 ]
 PASSED_OVER_BESIDE_IMAGES = [
     ("mistral", {"rope_scaling": YARN | {"llama_4_scaling_beta": 0.7}}),
-    ("mistral", _WINDOWS | {"layer_types": _TYPES}),
+    ("mistral", _BIASES | _WINDOWS | {"layer_types": _TYPES}),
     ("ministral3", _WINDOWS | {"layer_types": _TYPES}),
     ("qwen3", _WINDOWS | {"layer_types": _TYPES, "use_sliding_window": True}),
     ("gemma3", {"final_logit_softcapping": 2.0}),

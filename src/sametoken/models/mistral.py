@@ -43,7 +43,11 @@ class MistralForCausalLM(Decoder):
     layer_types = WINDOWED
     implied: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "sliding_window": 4096}
     #: A window is that of all layers, or of those that Ministral's ``layer_types`` say.
-    ignored: ClassVar[tuple[str, ...]] = ("use_sliding_window", "max_window_layers")
+    ignored: ClassVar[tuple[str, ...]] = (
+        "attention_bias",
+        "use_sliding_window",
+        "max_window_layers",
+    )
 
     @classmethod
     def renamed(cls, settings: Settings) -> dict[str, Any]:
@@ -77,7 +81,7 @@ class Ministral3ForCausalLM(MistralForCausalLM):
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
     }
-    ignored = DIVIDING
+    ignored = ("attention_bias", *DIVIDING)
 
     @classmethod
     def renamed(cls, settings: Settings) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class MixtralForCausalLM(Decoder):
         "num_experts_per_tok": 2,
     }
     #: A window is that of all layers, and weights are always normalised.
-    ignored = (*DIVIDING, "norm_topk_prob")
+    ignored = ("attention_bias", *DIVIDING, "norm_topk_prob")
 
     @classmethod
     def renamed(cls, settings: Settings) -> dict[str, Any]:

@@ -134,6 +134,22 @@ def test_keys_that_transformers_passes_over_beside_images(tmp_path, name, change
     require_logits_of_edited(tmp_path, theirs, changes, PROMPT, [7])
 
 
+@pytest.mark.parametrize("of_text", [{}, {"tie_word_embeddings": False}])
+@pytest.mark.parametrize("name", ["mistral", "ministral3"])
+def test_mistral_3_without_a_head_is_tied(tmp_path, name, of_text):
+    """Unless its config says otherwise; the first of the two has a head."""
+    saved = random_model(SEEING[name](), seed=2)
+    saved.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for level in (config, config["text_config"]):
+        level.pop("tie_word_embeddings", None)
+    config["text_config"] |= of_text
+    path.write_text(json.dumps(config))
+    theirs = type(saved).from_pretrained(tmp_path, trust_remote_code=False).eval()
+    require_logits(load(tmp_path), theirs, PROMPT, [7])
+
+
 #: Values that no published config has, by family.
 AT_THE_EDGES = [
     ("gpt_oss", {"rope_parameters": {}}),

@@ -44,6 +44,7 @@ from sametoken.models.load.settings import (
     require_values,
 )
 from sametoken.models.load.sources import rows_per_chunk
+from sametoken.models.mistral import Mistral3ForConditionalGeneration
 from sametoken.models.registry import ARCHITECTURES, model_class
 
 _TYING = "tie_word_embeddings"
@@ -77,7 +78,7 @@ class HuggingFaceCheckpoint:
             with suppress(CheckpointError, UnsupportedError):
                 embedding = f"{family.embedding_name}.weight"
                 told["dtype"] = stored_dtype(open_weights(directory), embedding)
-        told |= _stored_tying(directory, config)
+        told |= _stored_tying(directory, config, family)
         config = replace(config, values={**config.values, **told})
         self.config = model_config(config, read_generation_config(directory))
 
@@ -99,14 +100,15 @@ class HuggingFaceCheckpoint:
         return read_quantization(self.config.extra, str(self._directory))
 
 
-def _stored_tying(directory: Path, config: Settings) -> dict[str, bool]:
+def _stored_tying(directory: Path, config: Settings, family: type[Decoder]) -> dict[str, bool]:
     """Whether embedding and head are tied, where a config says both; it is seen from the weights.
 
-    transformers 5 writes its own default for Mistral 3 above what the text decoder says
+    transformers 5 has and writes its own default for Mistral 3, whatever the text decoder says
     (vllm#51063).
     """
-    text = config.nested("text_config").get(_TYING)
-    if text is None or config.get(_TYING) in (None, text):
+    whole, text = config.get(_TYING), config.nested("text_config").get(_TYING)
+    is_implied = whole is None and family is Mistral3ForConditionalGeneration
+    if not is_implied and (text is None or whole in (None, text)):
         return {}
     # Without weights, as for dummy ones, the top decides.
     with suppress(CheckpointError, UnsupportedError):

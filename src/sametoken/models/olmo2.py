@@ -63,6 +63,9 @@ class Olmo3ForCausalLM(Olmo2ForCausalLM):
     def renamed(cls, settings: Settings) -> dict[str, Any]:
         """Where a config has them not: every fourth layer sees all, and one base is that of all.
 
+        transformers 5 reads an old config's base for layers that see all, and forgets it for those
+        with a window (500,000). OLMo's authors have one, in vLLM and in transformers 4.
+
         Raises:
             UnsupportedError: rope settings that name no layer type, as transformers 5.2 writes
                 them: it scaled the rope of windows too, later ones pass over them. Or as

@@ -242,6 +242,12 @@ _ALPHA = {
             {"rope_type": "default", "rope_theta": 5e5},
         ),
         (
+            "Olmo3ForCausalLM",
+            {"rope_theta": 1e4},
+            {"rope_type": "default", "rope_theta": 1e4},
+            {"rope_type": "default", "rope_theta": 1e4},
+        ),
+        (
             "HunYuanDenseV1ForCausalLM",
             {"rope_scaling": _ALPHA, "rope_theta": 1e4, "head_dim": 128},
             {"rope_type": "default", "rope_theta": 1e4 * 1000 ** (128 / 126)},

@@ -98,7 +98,7 @@ class FixedMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class HostMemory:
+class CPUMemory:
     """Memory of a CPU; the first access of a page brings it back, with zeros.
 
     Attributes:
@@ -290,6 +290,6 @@ def memory_of(runner: StepRunner, target: Decoder, *, shared: bool) -> Memory:
     kv = tuple(tensor for cache in caches for tensor in (*cache.blocks, *cache.slots))
     weights = tensors_of(target)
     if step.sequences.device.type == "cpu":
-        return HostMemory(kv, weights)
+        return CPUMemory(kv, weights)
     graphs = launcher if isinstance(launcher, StepGraphs) else None
     return DeviceMemory(whole_storages(kv), whole_storages(weights), graphs)

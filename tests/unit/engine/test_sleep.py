@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sametoken.engine.core import EngineCore
-from sametoken.engine.sleep import DeviceMemory, FixedMemory, HostMemory, Sleep, whole_storages
+from sametoken.engine.sleep import CPUMemory, DeviceMemory, FixedMemory, Sleep, whole_storages
 from sametoken.errors import InvariantError, RequestError, UnsupportedError, WeightUpdateError
 
 
@@ -133,11 +133,11 @@ def test_memory_that_stays_is_refused():
     assert not sleep.asleep
 
 
-def test_host_memory_is_given_back_at_its_address():
+def test_memory_of_a_cpu_is_given_back_at_its_address():
     kv, weights = torch.ones(2**20), torch.ones(2**20)
     strided = torch.ones(2**12, 2**9).t()
     before = [one.data_ptr() for one in (kv, weights)]
-    memory = HostMemory((kv, strided), (weights,))
+    memory = CPUMemory((kv, strided), (weights,))
     memory.drop(weights=False)
     assert kv[2**11 : -(2**11)].eq(0).all()
     assert weights.eq(1).all()

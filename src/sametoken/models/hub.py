@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import re
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any
 
 from sametoken.config import DUMMY
 from sametoken.errors import CheckpointError, SametokenError, clipped, in_words
+from sametoken.io.terminal import stderr_is_terminal
 from sametoken.models.load.files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -270,8 +270,7 @@ def _fetch(hub_id: HubId, names: list[str]) -> Path:
     class Bar(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             # The client's own bar of all files shows in pipes and files too.
-            is_terminal = sys.stderr and sys.stderr.isatty()
-            shown = {"disable": not is_terminal, "leave": False}
+            shown = {"disable": not stderr_is_terminal(), "leave": False}
             super().__init__(*arguments, **options | shown)
             bars.append(self)
 

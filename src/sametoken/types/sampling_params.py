@@ -330,3 +330,11 @@ def derive_seed(seed: int, index: int | str) -> int:
         return seed
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & MAX_SEED
+
+
+def replica_seed(seed: int, rank: int) -> int:
+    """The seed of one of several engines; the first keeps ``seed``.
+
+    By a word, as numbers are those of requests that draw a seed, and of their completions.
+    """
+    return derive_seed(seed, f"replica {rank}" if rank else 0)

@@ -13,7 +13,13 @@ import numpy as np
 import pytest
 
 from sametoken.errors import RequestError
-from sametoken.types.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams, derive_seed
+from sametoken.types.sampling_params import (
+    MAX_LOGPROBS,
+    MAX_SEED,
+    SamplingParams,
+    derive_seed,
+    replica_seed,
+)
 from sametoken.types.structured_outputs import StructuredOutputs
 
 NAN, INF = math.nan, math.inf
@@ -199,6 +205,15 @@ def test_derived_seeds_are_distinct_in_range_and_fixed():
     assert len(set(derived)) == len(derived)
     assert all(0 <= seed < 2**63 for seed in derived)
     assert derive_seed(1, 11) != derive_seed(11, 1)
+
+
+def test_replicas_share_no_seed_of_a_request_or_completion():
+    """Those of two runs with neighbouring seeds neither."""
+    engines = [replica_seed(seed, rank) for seed in (7, 8) for rank in range(3)]
+    drawn = [derive_seed(engine, number) for engine in engines for number in range(1, 4)]
+    completions = [derive_seed(seed, index) for seed in drawn for index in range(3)]
+    assert len(set(completions)) == len(completions)
+    assert engines[::3] == [7, 8]
 
 
 def test_a_derived_seed_never_changes_between_releases():

@@ -27,7 +27,7 @@ from sametoken.serving.http.in_process import AppRequest, messages_of
 from sametoken.serving.http.middleware import BodyBounds, BodyLimit
 from sametoken.serving.limits import ServingLimits
 from sametoken.serving.ray.router import prefix_keys
-from sametoken.types.sampling_params import derive_seed
+from sametoken.types.sampling_params import replica_seed
 
 #: Ray's errors for a lost replica; the request may or may not have begun there.
 LOST = (RayActorError, NodeDiedError, ObjectLostError)
@@ -180,7 +180,7 @@ class Replica:
         context = serve.get_replica_context()
         self._id: str = context.replica_id.unique_id
         # Requests of one prompt without a seed may reach any replica: no two draw equal seeds.
-        seed = derive_seed(engine_config.seed, context.rank.rank)
+        seed = replica_seed(engine_config.seed, context.rank.rank)
         self._engine = await AsyncLLM.start(replace(engine_config, seed=seed), limits)
         self._app = create_app(self._engine, config)
 

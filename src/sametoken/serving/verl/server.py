@@ -14,7 +14,7 @@ from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.listen import bind, listen
 from sametoken.serving.http.run import DrainingServer
 from sametoken.types.outputs import PositionLogprobs, RequestOutput
-from sametoken.types.sampling_params import SamplingParams, derive_seed
+from sametoken.types.sampling_params import SamplingParams, derive_seed, replica_seed
 
 #: What is put to sleep, by verl's mode of a rollout; a standalone one never sleeps.
 _LEVELS = {"hybrid": 2, "colocated": 1}
@@ -34,8 +34,8 @@ def engine_config(
         rollout: the config.
         model_path: the checkpoint.
         lora_rank: see ``lora_rank_of``.
-        replica_rank: of the replica. Seeds begin with it, as verl spreads the answers to a prompt
-            over replicas, and none of them has a seed.
+        replica_rank: of the replica. Each has a seed of its own, as verl spreads the answers to a
+            prompt over replicas, and none of them has a seed.
 
     Raises:
         ConfigError: an option is unknown or impossible.
@@ -55,7 +55,7 @@ def engine_config(
         "enable_prefix_caching": rollout.enable_prefix_caching,
         "enforce_eager": rollout.enforce_eager,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
-        "seed": rollout.seed + replica_rank,
+        "seed": replica_seed(rollout.seed, replica_rank),
         "logprobs_mode": rollout.logprobs_mode,
         "enable_return_routed_experts": rollout.enable_rollout_routing_replay,
     }

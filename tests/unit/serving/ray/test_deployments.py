@@ -19,6 +19,7 @@ from sametoken.serving.http.middleware import BodyBounds
 from sametoken.serving.limits import ServingLimits
 from sametoken.serving.ray import deployments as gateway
 from sametoken.serving.ray.deployments import REPLICA_HEADER, Forwarded, Gateway, Replica
+from sametoken.types.sampling_params import replica_seed
 
 BOUNDS = BodyBounds(1000, 10**6, 60.0)
 
@@ -189,8 +190,7 @@ async def test_replicas_draw_seeds_of_their_own(monkeypatch):
         monkeypatch.setattr(gateway.serve, "get_replica_context", lambda rank=rank: context(rank))
         config = EngineConfig(seed=7)
         await Replica.__init__(object.__new__(Own), config, ServingLimits(), ServerConfig())
-    assert seeds[0] == 7
-    assert len(set(seeds)) == 3
+    assert seeds == [replica_seed(7, rank) for rank in range(3)]
 
 
 async def test_a_replica_names_itself_is_replaced_without_an_engine_and_ends_it(monkeypatch):

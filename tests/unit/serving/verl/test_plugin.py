@@ -25,6 +25,7 @@ from sametoken.serving.verl.server import (
     request_defaults,
 )
 from sametoken.types.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from sametoken.types.sampling_params import replica_seed
 
 ROLLOUT = {
     "dtype": "float32",
@@ -194,7 +195,7 @@ def test_replicas_draw_seeds_of_their_own():
     """verl spreads the answers to one prompt over replicas: equal draws would be equal answers."""
     rollout = SimpleNamespace(**ROLLOUT)
     seeds = [engine_config(rollout, "m", replica_rank=rank).seed for rank in range(3)]
-    assert seeds == [7, 8, 9]
+    assert seeds == [replica_seed(7, rank) for rank in range(3)]
 
 
 class Output(RequestOutput):

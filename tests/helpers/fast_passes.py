@@ -73,7 +73,10 @@ def require_law(patch, kernels, generate, method: str, items) -> None:
 
 
 def require_chunks(spec: Recurrent, stride: int) -> None:
-    """Require prompts near the reference, and their bits in every pass."""
+    """Require prompts near the reference, and their bits in every pass.
+
+    Not in bf16 under Triton 3.6's interpreter, which multiplies such matrices' bits as integers.
+    """
     cache, oracle = empty(spec, stride=stride), empty(spec, begin_as_on_a_gpu, stride)
     parts = [*OTHERS, (3, 0, 100), (2, 0, 200)]
     for out, wanted in zip(run(cache, parts, 2), run(oracle, parts, 2), strict=True):

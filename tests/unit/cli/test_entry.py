@@ -5,19 +5,24 @@ from __future__ import annotations
 import subprocess
 import sys
 
-_INTERRUPTED_IMPORT = """
-import sys
+import pytest
+
+#: As process 1 of a container, which no signal ends that it does not handle.
+_ENDED_IMPORT = """
+import os, signal, sys
+os.getpid = lambda: 1
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == "sametoken.cli.main":
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.{name})
 sys.meta_path.insert(0, Finder())
 from sametoken.__main__ import main
 main()
 """
 
 
-def test_an_interrupt_while_modules_are_loaded_leaves_no_traceback():
-    command = [sys.executable, "-c", _INTERRUPTED_IMPORT]
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_while_modules_are_loaded_leaves_no_traceback(name, status):
+    command = [sys.executable, "-c", _ENDED_IMPORT.format(name=name)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (130, "")
+    assert (ended.returncode, ended.stderr) == (status, "")

@@ -85,6 +85,7 @@ def test_floats_become_what_a_quantized_copy_has(pairs):
     assert said(live) == said(engine(copy))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, under the interpreter")
 @pytest.mark.parametrize("kernels", [ReferenceKernels(), TritonKernels(GemmTable())])
 def test_a_map_takes_rows_in_their_bits_where_they_are_not_expanded(pairs, tmp_path, kernels):
     """As on a GPU."""

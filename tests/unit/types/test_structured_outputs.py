@@ -10,7 +10,7 @@ from sametoken.errors import RequestError
 from sametoken.types.sampling_params import SamplingParams
 from sametoken.types.structured_outputs import Reasoning, StructuredOutputs
 
-DEEP = reduce(lambda inner, _: {"not": inner}, range(5000), {"type": "null"})
+DEEP = reduce(lambda inner, _: {"not": inner}, range(100_000), {"type": "null"})
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,9 @@ def derived(
             for inputs that require none.
         inputs: any floating dtypes.
     """
-    out: T = _Derived.apply(kernel, gradients_of, *inputs)  # type: ignore[no-untyped-call]
+    out: T = _Derived.apply(  # type: ignore[no-untyped-call, unused-ignore]
+        kernel, gradients_of, *inputs
+    )
     return out
 
 

@@ -122,7 +122,7 @@ def verify_rows(
         The mean over counted rows of ``-sum(probabilities * log_softmax(logits))``, a scalar
         fp32, 0 if none is counted; and [M] int64.
     """
-    found: tuple[Tensor, Tensor] = _JudgedRows.apply(  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor] = _JudgedRows.apply(  # type: ignore[no-untyped-call, unused-ignore]
         last, weight, probabilities, counted
     )
     return found

@@ -64,6 +64,16 @@ def wheel(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.network
+def test_the_constraints_can_be_met_beside_pytorch_for_gpus(tmp_path):
+    # That of CPUs requires no Triton. Of the containers' Python, whichever runs the tests.
+    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
+    other = ["--python-version", "3.12", "--only-binary", ":all:", "--target", str(tmp_path)]
+    pinned = ["-c", str(ROOT / "constraints.txt"), "torch", "triton"]
+    done = subprocess.run([*pip, *other, *pinned], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_its_files_are_those_of_the_table_and_it_is_small(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}

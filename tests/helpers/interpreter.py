@@ -1,4 +1,4 @@
-"""Triton 3.6's interpreter, without what it does again at every call and every tensor.
+"""Triton's interpreter, without what it does again at every call and every tensor.
 
 Kernels compute what they compute without this, in a third of the time.
 """

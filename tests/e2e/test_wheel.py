@@ -30,7 +30,7 @@ from sametoken import LLM, SamplingParams
 from sametoken.bench.datasets import load_dataset
 
 from sametoken.models.names import CHECKOUT_NAMES, HEAD_DIRECTORY, in_checkout
-from sametoken.serving.http.pages import page_routes
+from sametoken.serving.http.pages import page_assets, page_routes
 
 params = SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True)
 tokens = []
@@ -43,7 +43,7 @@ print(json.dumps({
     "head": (HEAD_DIRECTORY / "model.safetensors").is_file(),
     "hybrids": [name for name in CHECKOUT_NAMES if in_checkout(name)],
     "questions": len(load_dataset("gsm8k", limit=3)),
-    "pages": len(page_routes().routes),
+    "pages": len([*page_routes().routes, page_assets()]),
 }))
 """
 

@@ -15,11 +15,10 @@ _POLICY = "default-src 'none'; connect-src 'self'; img-src data:; script-src 'se
 
 
 def page_routes() -> APIRouter:
-    """The page at ``/``, the API's document for people at ``/docs``, and what both load."""
+    """The page at ``/``, and the API's document for people at ``/docs``."""
     router = APIRouter()
     with as_file(files("sametoken.serving.http").joinpath("page")) as folder:
         status, docs = ((folder / f"{name}.html").read_text("utf-8") for name in ("index", "docs"))
-        router.routes.append(Mount(ASSETS, StaticFiles(directory=folder / "assets")))
 
     @router.get("/", response_class=HTMLResponse)
     async def page() -> HTMLResponse:
@@ -32,6 +31,12 @@ def page_routes() -> APIRouter:
         return _html(docs, "'self' 'unsafe-inline'")
 
     return router
+
+
+def page_assets() -> Mount:
+    """What the pages load; FastAPI before 0.137 leaves mounts of an included router out."""
+    with as_file(files("sametoken.serving.http").joinpath("page", "assets")) as folder:
+        return Mount(ASSETS, StaticFiles(directory=folder))
 
 
 def _html(text: str, styles: str) -> HTMLResponse:

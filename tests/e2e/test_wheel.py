@@ -65,13 +65,19 @@ def wheel(tmp_path_factory) -> Path:
 
 
 @pytest.mark.network
-def test_the_constraints_can_be_met_beside_pytorch_for_gpus(tmp_path):
-    # That of CPUs requires no Triton. Of the containers' Python, whichever runs the tests.
+def test_the_constraints_have_the_triton_of_pytorch_for_gpus(tmp_path):
+    # PyTorch for CPUs requires none. Of the containers' Python, whichever runs the tests.
+    report = tmp_path / "report.json"
     pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
     other = ["--python-version", "3.12", "--only-binary", ":all:", "--target", str(tmp_path)]
-    pinned = ["-c", str(ROOT / "constraints.txt"), "torch", "triton"]
-    done = subprocess.run([*pip, *other, *pinned], capture_output=True, text=True, check=False)
+    pinned = ["--no-deps", "-c", str(ROOT / "constraints.txt"), "torch"]
+    command = [*pip, *other, *pinned, "--report", str(report)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+    (torch,) = json.loads(report.read_text())["install"]
+    required = [one.partition(";")[0] for one in torch["metadata"]["requires_dist"]]
+    (triton,) = (one for one in required if one.startswith("triton=="))
+    assert triton in (ROOT / "constraints.txt").read_text().splitlines()
 
 
 def test_its_files_are_those_of_the_table_and_it_is_small(wheel):

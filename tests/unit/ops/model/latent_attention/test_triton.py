@@ -102,8 +102,8 @@ def test_few_queries_share_a_context_and_many_fill_the_chip():
     assert few.tile == many.tile, "the tile is part of the arithmetic"
 
 
-@pytest.mark.parametrize("capability", [89, 90])
-def test_launches_of_real_sizes_fit_a_gpu(tmp_path, capability):
+@pytest.mark.parametrize(("capability", "numbers"), [(89, (1, 1, 1)), (90, (4, 2, 4))])
+def test_launches_of_real_sizes_fit_a_gpu(tmp_path, capability, numbers):
     """In fp32, where tiles are small and take the compiler long, of vectors that are narrower.
 
     In windows, and in chunks, among which programs look for theirs.
@@ -128,13 +128,14 @@ def launch(
     layer = LayerLatent(torch.zeros(2, 16, rank + 64, dtype=stored), rank, scale)
     triton.attention(torch.zeros(rows, heads, rank + 64, dtype=dtype), 0.1, where, layer)
 
-launch(16, 1, 1, 1024)
 launch(20, 8, 9, 1024, chunks=True)
 launch(128, 64, 3, 128, chunks=True)
-launch(16, 2, 3, 64, 128, torch.float32)
-launch(16, 1, 1, 1024, scale=torch.ones(1))
-launch(128, 64, 3, 128, scale=torch.ones(1))
+if memory > 200 << 10:
+    launch(16, 1, 1, 1024)
+    launch(16, 2, 3, 64, 128, torch.float32)
+    launch(16, 1, 1, 1024, scale=torch.ones(1))
+    launch(128, 64, 3, 128, scale=torch.ones(1))
 """
     compile_launches(code, tmp_path, capability)
-    forms = sorted(path.stem for path in tmp_path.rglob("*_kernel.ptx"))
-    assert forms == ["_merge_kernel"] * 4 + ["_sequential_kernel"] * 2 + ["_split_kv_kernel"] * 4
+    kernels = ("_merge_kernel", "_sequential_kernel", "_split_kv_kernel")
+    assert tuple(len(list(tmp_path.rglob(f"{kernel}.ptx"))) for kernel in kernels) == numbers

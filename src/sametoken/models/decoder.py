@@ -68,6 +68,8 @@ class Decoder:
         aliases: other names of keys, as a config.json may have them, with the name read here.
         implied: transformers' defaults for keys that a config.json omits.
         ignored: keys that other classes read, and that transformers' class passes over.
+        ties_by_default: whether a config that also has a vision tower ties embedding and head where
+            its top says nothing and no head is stored.
         local_theta: the rotary base of layers with a sliding window where a config omits it; None:
             all layers share their rotary settings.
         activation: the only activation of MLPs.
@@ -87,6 +89,7 @@ class Decoder:
     aliases: ClassVar[Mapping[str, str]] = {}
     implied: ClassVar[Mapping[str, Any]] = {}
     ignored: ClassVar[tuple[str, ...]] = ()
+    ties_by_default: ClassVar[bool] = False
     local_theta: ClassVar[float | None] = None
     activation: ClassVar[str] = "silu"
     refused: ClassVar[tuple[str, ...]] = REFUSED

@@ -103,6 +103,7 @@ class Mistral3ForConditionalGeneration(MistralForCausalLM):
     """The text decoder of Mistral 3, which is Mistral's or Ministral 3's."""
 
     implied: ClassVar[Mapping[str, Any]] = {}
+    ties_by_default = True
 
     @classmethod
     def renamed(cls, settings: Settings) -> dict[str, Any]:

@@ -44,7 +44,6 @@ from sametoken.models.load.settings import (
     require_values,
 )
 from sametoken.models.load.sources import rows_per_chunk
-from sametoken.models.mistral import Mistral3ForConditionalGeneration
 from sametoken.models.registry import ARCHITECTURES, model_class
 
 _TYING = "tie_word_embeddings"
@@ -107,7 +106,7 @@ def _stored_tying(directory: Path, config: Settings, family: type[Decoder]) -> d
     (vllm#51063).
     """
     whole, text = config.get(_TYING), config.nested("text_config").get(_TYING)
-    is_implied = whole is None and family is Mistral3ForConditionalGeneration
+    is_implied = whole is None and family.ties_by_default
     if not is_implied and (text is None or whole in (None, text)):
         return {}
     # Without weights, as for dummy ones, the top decides.

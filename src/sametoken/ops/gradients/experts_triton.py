@@ -110,8 +110,8 @@ def _rows(x: Tensor, weight: Tensor, groups: RowGroups, pairs_per_row: int) -> T
         BLOCK_FEATURES=block_features,
         BLOCK_DEPTH=min(_tile(depth, x.dtype), 64),
         num_warps=4,
-        **FUSED,
         num_stages=3,
+        **FUSED,
     )
     return out
 
@@ -143,8 +143,8 @@ def _weights(
         BLOCK_N=tiles[1],
         BLOCK_PAIRS=min(_tile(pairs, dtype), 64),
         num_warps=8,
-        **FUSED,
         num_stages=3,
+        **FUSED,
     )
     return out
 

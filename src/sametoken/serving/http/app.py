@@ -31,7 +31,7 @@ from sametoken.serving.http.middleware import (
     HeadAsGet,
     RateLimit,
 )
-from sametoken.serving.http.pages import page_assets, page_routes
+from sametoken.serving.http.pages import ASSETS, page_assets, page_routes
 from sametoken.serving.http.params import named_as_sent
 from sametoken.serving.http.response_schemas import (
     ChatResponse,
@@ -106,7 +106,7 @@ def create_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
     app.include_router(_token_routes(served))
     app.include_router(_status_routes(served, registry))
     app.include_router(page_routes())
-    app.router.routes.append(page_assets())
+    app.mount(ASSETS, page_assets())
     transfer = config.weight_transfer
     if transfer is not None:
         app.include_router(rollout_routes(served, transfer))

@@ -6,7 +6,6 @@ from importlib.resources import as_file, files
 
 from fastapi import APIRouter
 from starlette.responses import HTMLResponse
-from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 
 #: Scripts, styles and libraries of the pages; they need no key, as the pages do not.
@@ -33,10 +32,10 @@ def page_routes() -> APIRouter:
     return router
 
 
-def page_assets() -> Mount:
+def page_assets() -> StaticFiles:
     """What the pages load; FastAPI before 0.137 leaves mounts of an included router out."""
     with as_file(files("sametoken.serving.http").joinpath("page", "assets")) as folder:
-        return Mount(ASSETS, StaticFiles(directory=folder))
+        return StaticFiles(directory=folder)
 
 
 def _html(text: str, styles: str) -> HTMLResponse:

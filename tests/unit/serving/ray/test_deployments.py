@@ -191,6 +191,8 @@ async def test_replicas_draw_seeds_of_their_own(monkeypatch):
         config = EngineConfig(seed=7)
         await Replica.__init__(object.__new__(Own), config, ServingLimits(), ServerConfig())
     assert seeds == [replica_seed(7, rank) for rank in range(3)]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 3
 
 
 async def test_a_replica_names_itself_is_replaced_without_an_engine_and_ends_it(monkeypatch):

@@ -262,14 +262,17 @@ def _launch(
     if loaded.resolved.device.type != "cuda":
         return [EagerLauncher(step) for step in steps]
     # Only CUDA builds of torch include Triton.
-    from sametoken.engine.build_gpu import captured_rows, gpu_launchers
+    from sametoken.engine.build_gpu import gpu_launchers
 
-    # Ranks that padded a step to different rows would wait for each other for ever.
-    most_rows = ranks.broadcast_object(
-        captured_rows(_reads(loaded).row_bytes, loaded.resolved.model.num_layers)
+    return gpu_launchers(
+        steps,
+        processing,
+        loaded.resolved,
+        announce,
+        ranks.broadcast_object,
+        row_bytes=_reads(loaded).row_bytes,
+        sparse=bool(loaded.mixtures),
     )
-    sparse, resolved = bool(loaded.mixtures), loaded.resolved
-    return gpu_launchers(steps, processing, resolved, announce, most_rows=most_rows, sparse=sparse)
 
 
 def _allocate(loaded: Loaded, caches: tuple[LayerCache, ...]) -> ModelCache:

@@ -28,8 +28,8 @@ from sametoken.types.units import in_units
 #: Rows up to which steps of every model are captured, and beyond which those of none are.
 MOST_ROWS, LIMIT_ROWS = 1536, 8192
 
-#: Bytes that the device could read while the host launches a layer's kernels, 0.4 to 1 ms.
-LAUNCHED_BYTES = 2_200_000_000
+#: Bytes that the device could read while the host launches a kernel, 40 to 130 us.
+LAUNCH_BYTES = 450_000_000
 
 #: Captured steps with prompts: maximum decoding requests (None: ``max_num_seqs``); maximum prompts,
 #: the first number or one for each of the other's rows; first and last row count.
@@ -67,8 +67,9 @@ def gpu_launchers(
     processing: LogitsProcessing,
     resolved: ResolvedConfig,
     announce: Callable[[str], None],
+    agreed: Callable[[int], int],
     *,
-    most_rows: int,
+    row_bytes: float,
     sparse: bool,
 ) -> Sequence[Launcher]:
     """Capture steps in CUDA graphs, unless ``enforce_eager``.
@@ -78,7 +79,9 @@ def gpu_launchers(
         processing: logits processing, which is warmed up too.
         resolved: the engine's settings.
         announce: called with the number of proofs and graphs, and their cost.
-        most_rows: of ``captured_rows``.
+        agreed: gives every rank the first one's number: ranks that padded a step to different rows
+            would wait for each other for ever.
+        row_bytes: as in ``StepReads``.
         sparse: the model has experts.
     """
     config, (step, *_) = resolved.config, steps
@@ -87,33 +90,22 @@ def gpu_launchers(
     if config.enforce_eager:
         return eager
     sizes = (config.max_num_seqs, k, config.max_num_batched_tokens)
-    shapes = [
-        captured_shapes(*sizes, most_rows, all_states=one.all_states, sparse=sparse)
-        for one in steps
-    ]
-    kernels = step.kernels
-    assert isinstance(kernels, TritonKernels)
-    counts = row_counts(shapes[0], config.max_num_batched_tokens, config.max_num_seqs)
     begun = time.monotonic()
-    with compiled_ahead(device):
-        for launcher in eager:
-            launcher.warm_up(ROW_MULTIPLE)
-        kernels.run_candidates(counts, resolved.dtype)
-        kernels.prove_quantized(counts, resolved.dtype, device)
-        for launcher, captured in zip(eager, shapes, strict=True):
-            states = launcher.step.all_states
-            short = many_tile_shapes(config.max_num_seqs, launcher.step)
-            for shape in (*captured, *eager_shapes(*sizes, all_states=states), *short):
-                launcher.run_padding(shape)
-        if step.fast_form.expands:
-            for shape in expanded_shapes(config.max_num_batched_tokens, step, resolved.dtype):
-                eager[0].run_padding(shape)
+    with compiled_ahead(device) as recorded:
+        eager[0].warm_up(min(LIMIT_ROWS, config.max_num_batched_tokens))
+        most_rows = agreed(captured_rows(row_bytes, recorded.num_launches))
+        shapes = [
+            captured_shapes(*sizes, most_rows, all_states=one.all_states, sparse=sparse)
+            for one in steps
+        ]
+        counts = row_counts(shapes[0], config.max_num_batched_tokens, config.max_num_seqs)
+        _launch_all(eager, shapes, counts, resolved)
         processing.warm_up(step.ops)
     announce(f"compiled kernels in {time.monotonic() - begun:.1f} s")
     # A step asks for the kernels of its products; proofs are of those.
     for launcher in eager:
         launcher.warm_up(ROW_MULTIPLE)
-    announce(_proven(kernels, counts, resolved.dtype, device))
+    announce(_proven(_kernels(step), counts, resolved.dtype, device))
     largest = max(shapes[0], key=lambda shape: shape.num_requests)
     # A ring buffer: each step in flight has its own layout.
     layouts = LayoutRing.allocate(resolved.steps_in_flight + 1, largest, step.ops, device)
@@ -133,6 +125,36 @@ def gpu_launchers(
     return [first, *others]
 
 
+def _launch_all(
+    eager: Sequence[EagerLauncher],
+    shapes: Sequence[Sequence[StepShape]],
+    counts: list[int],
+    resolved: ResolvedConfig,
+) -> None:
+    """Launch every kernel of steps in these shapes, of those without a graph, and of proofs."""
+    config, (first, *_) = resolved.config, eager
+    max_num_seqs, max_rows = config.max_num_seqs, config.max_num_batched_tokens
+    k, device = first.step.sequences.num_speculative_tokens, first.step.sequences.device
+    for launcher in eager:
+        launcher.warm_up(ROW_MULTIPLE)
+    kernels = _kernels(first.step)
+    kernels.run_candidates(counts, resolved.dtype)
+    kernels.prove_quantized(counts, resolved.dtype, device)
+    for launcher, captured in zip(eager, shapes, strict=True):
+        without = eager_shapes(max_num_seqs, k, max_rows, all_states=launcher.step.all_states)
+        for shape in (*captured, *without, *many_tile_shapes(max_num_seqs, launcher.step)):
+            launcher.run_padding(shape)
+    if first.step.fast_form.expands:
+        for shape in expanded_shapes(max_rows, first.step, resolved.dtype):
+            first.run_padding(shape)
+
+
+def _kernels(step: Step) -> TritonKernels:
+    kernels = step.kernels
+    assert isinstance(kernels, TritonKernels)
+    return kernels
+
+
 def _proven(
     kernels: TritonKernels, counts: list[int], dtype: torch.dtype, device: torch.device
 ) -> str:
@@ -146,14 +168,14 @@ def _proven(
     )
 
 
-def captured_rows(row_bytes: float, num_layers: int) -> int:
+def captured_rows(row_bytes: float, num_launches: int) -> int:
     """The most rows of a captured step: computing more takes longer than launching the kernels.
 
     Args:
         row_bytes: as in ``StepReads``.
-        num_layers: of the target.
+        num_launches: of a step of many rows.
     """
-    return max(MOST_ROWS, min(LIMIT_ROWS, int(num_layers * LAUNCHED_BYTES / row_bytes)))
+    return max(MOST_ROWS, min(LIMIT_ROWS, int(num_launches * LAUNCH_BYTES / row_bytes)))
 
 
 def captured_shapes(

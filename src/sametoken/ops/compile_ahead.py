@@ -29,7 +29,7 @@ _LOCK = Lock()
 
 
 @contextmanager
-def compiled_ahead(device: torch.device | int = -1) -> Iterator[None]:
+def compiled_ahead(device: torch.device | int = -1) -> Iterator[Recorded]:
     """Within, this thread's launches only record the kernels to compile; then all are compiled.
 
     At the end they are loaded too; one that failed raises when it is launched. Memory that is made
@@ -40,21 +40,23 @@ def compiled_ahead(device: torch.device | int = -1) -> Iterator[None]:
     Args:
         device: the GPU that kernels are loaded to; by default the first.
     """
-    recorded = _Recorded()
+    recorded = Recorded()
     with _LOCK, _EachOnce(recorded):
         try:
-            with _no_launches(get_ident()), _zeroed_memory():
-                yield
+            with _no_launches(get_ident(), recorded), _zeroed_memory():
+                yield recorded
         finally:
             recorded.run(device)
 
 
 @contextmanager
-def _no_launches(thread: int) -> Iterator[None]:
+def _no_launches(thread: int, recorded: Recorded) -> Iterator[None]:
     run = JITFunction.run
 
     def record(self: Any, *args: Any, warmup: bool, **options: Any) -> Any:
-        return run(self, *args, warmup=warmup or get_ident() == thread, **options)
+        own = get_ident() == thread
+        recorded.num_launches += own
+        return run(self, *args, warmup=warmup or own, **options)
 
     with _replaced(JITFunction, "run", record):
         yield
@@ -80,10 +82,15 @@ def _replaced(owner: Any, name: str, function: Callable) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-class _Recorded(Executor):
-    """Keeps compilations until ``run``."""
+class Recorded(Executor):
+    """Keeps compilations until ``run``.
+
+    Attributes:
+        num_launches: that were only recorded, so far.
+    """
 
     def __init__(self) -> None:
+        self.num_launches = 0
         self._compilations: list[tuple[Future, Callable[[], Any]]] = []
 
     def submit(self, compile_fn: Callable[[], Any]) -> Future:  # type: ignore[override]
@@ -128,7 +135,7 @@ def _complete(future: Future, compile_fn: Callable[[], Any]) -> None:
 class _EachOnce(AsyncCompileMode):  # type: ignore[misc]
     """Compiles each kernel once, however often it is launched meanwhile."""
 
-    def __init__(self, recorded: _Recorded) -> None:
+    def __init__(self, recorded: Recorded) -> None:
         super().__init__(recorded, ignore_errors=True)
 
     def submit(

@@ -80,11 +80,10 @@ def test_crowds_of_prompts_run_in_a_shape_hardly_padded(max_num_seqs, k, most, d
     assert found.num_rows - rows < max(128, rows // 8)
 
 
-def test_small_models_have_larger_steps_captured():
-    """Bytes of a row as of Qwen3-0.6B, Qwen3-8B on two GPUs and on one, and of 32B."""
-    rows = [captured_rows(one, layers) for one, layers in ((5e6, 28), (33e6, 36), (66e6, 36))]
-    assert rows == [LIMIT_ROWS, 2400, MOST_ROWS]
-    assert captured_rows(256e6, 64) == MOST_ROWS
+def test_larger_steps_of_small_rows_and_many_launches_are_captured():
+    """Sizes as of Qwen3-0.6B, Qwen3-8B, Qwen3-30B-A3B in float8, and of a dense 32B."""
+    asked = ((5e6, 257), (61e6, 330), (38e6, 830), (256e6, 582))
+    assert [captured_rows(*one) for one in asked] == [LIMIT_ROWS, 2434, LIMIT_ROWS, MOST_ROWS]
 
 
 @given(sizes, st.data())
@@ -202,7 +201,7 @@ def test_start_up_compiles_and_compares_every_streamed_kernel_of_a_step(launched
 def test_an_eager_engine_captures_nothing():
     step = SimpleNamespace(sequences=SimpleNamespace(num_speculative_tokens=3, device="cuda"))
     resolved = SimpleNamespace(config=SimpleNamespace(enforce_eager=True))
-    launchers = gpu_launchers([step], None, resolved, print, most_rows=MOST_ROWS, sparse=False)
+    launchers = gpu_launchers([step], None, resolved, print, int, row_bytes=1.0, sparse=False)
     assert launchers == [EagerLauncher(step, ROW_MULTIPLE)]
 
 

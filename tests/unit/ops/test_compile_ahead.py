@@ -70,10 +70,11 @@ def replaced_run(monkeypatch):
 
 def test_launches_within_compile_once_and_run_nothing():
     launches = Launches()
-    with compiled_ahead():
+    with compiled_ahead() as recorded:
         for _ in range(3):
             launches.launch("a")
             launches.launch("b", "another source")
+    assert recorded.num_launches == 6
     assert launches.num_compiled == 2
     assert [kernel.launches for kernel in launches.kernels.values()] == [[], []]
     assert launches.launch("a").launches == [("x",)]
@@ -93,10 +94,11 @@ def test_another_thread_waits_for_the_kernel_and_runs_it():
     """Another engine of the process serves meanwhile."""
     launches = Launches()
     with ThreadPoolExecutor(1) as other:
-        with compiled_ahead():
+        with compiled_ahead() as recorded:
             launches.launch("a")
             ran = other.submit(launches.launch, "a")
         assert ran.result(30).launches == [("x",)]
+    assert recorded.num_launches == 1
 
 
 def test_nothing_compiles_before_all_is_recorded():

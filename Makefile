@@ -31,10 +31,10 @@ style: $(VENV)/.dev
 lint: style
 	$(BIN)/mypy
 
-# Types are checked beside the tests; what mypy found is printed after them.
+# Types are checked beside the tests; what mypy found is printed after them. CPU tests see no GPU.
 test: style
 	@$(BIN)/mypy >$(VENV)/mypy.txt 2>&1 & types=$$!; \
-	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder --ignore=tests/gpu; \
+	CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder --ignore=tests/gpu; \
 	tests=$$?; wait $$types; types=$$?; cat $(VENV)/mypy.txt; exit $$((tests | types))
 
 test-gpu:

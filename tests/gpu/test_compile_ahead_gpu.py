@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from sametoken.ops.compile_ahead import compiled_ahead
-from sametoken.ops.fp_fusion import FUSED
+from sametoken.ops.triton_versions import FUSED
 
 
 @triton.jit

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from functools import cache
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,16 +19,6 @@ copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_cop
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 if not hasattr(gl.shared_memory_descriptor, "_reinterpret"):
     gl.shared_memory_descriptor._reinterpret = gl.shared_memory_descriptor.reinterpret
-
-#: Major and minor.
-TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-
-#: Whether a view of shared memory may reach beyond what it is a view of; Triton 3.8 refuses it.
-VIEWS_REACH_FURTHER = TRITON_VERSION < (3, 8)
-
-#: Whether the compiler deals a tensor's axes out to threads, after that of neighbours in memory,
-#: from the last one on; before Triton 3.7 from the first one on.
-LAST_AXIS_FIRST = TRITON_VERSION >= (3, 7)
 
 
 @gluon.constexpr_function

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from sametoken.ops.fp_fusion import FUSED
+from sametoken.ops.triton_versions import FUSED
 
 _HOPPER = (9, 0)
 

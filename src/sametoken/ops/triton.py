@@ -17,7 +17,6 @@ from sametoken.ops.backend import (
     QueryRows,
 )
 from sametoken.ops.hopper import is_hopper
-from sametoken.ops.hopper_layouts import TRITON_VERSION
 from sametoken.ops.layer import LayerParts
 from sametoken.ops.model import activation_triton as activation
 from sametoken.ops.model import embedding as embedding_reference
@@ -58,6 +57,7 @@ from sametoken.ops.model.recurrent import triton as recurrent
 from sametoken.ops.sampling import logits_rules_triton as logits_rules
 from sametoken.ops.sampling import sample_triton as sampling
 from sametoken.ops.sampling import truncation_triton as truncation_op
+from sametoken.ops.triton_versions import TRITON_VERSION
 from sametoken.ops.weight import (
     ExpertForm,
     Experts,

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.backend import AttentionShape
-from sametoken.ops.fp_fusion import FUSED
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.model.attention.tuning import LOG2_E
+from sametoken.ops.triton_versions import FUSED
 
 #: A score below all others that stays a number in differences.
 _UNSEEN = tl.constexpr(-1e30)

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.fp_fusion import FUSED
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.model.activation_triton import gelu_of
 from sametoken.ops.model.moe_rows_triton import RowGroups, combine
+from sametoken.ops.triton_versions import FUSED
 
 #: What experts have between their two products; "relu_squared" has no gate.
 Activation = Literal["silu_mul", "gelu_mul", "relu_squared"]

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.backend import AttentionShape, QKNorm, RotaryTable
-from sametoken.ops.fp_fusion import FUSED
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
+from sametoken.ops.triton_versions import FUSED
 
 #: Programs of a launch that sums over rows: four for each multiprocessor.
 PROGRAMS = 528

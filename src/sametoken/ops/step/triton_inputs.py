@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.backend import AttentionRows, SampledRows
-from sametoken.ops.fp_fusion import FUSED
 from sametoken.ops.pdl import gdc_launch_and_wait, gdc_wait, pdl_options
 from sametoken.ops.step.types import NUM_COUNTS, LayoutTable, Sequences, StepInputs, VerifyResult
+from sametoken.ops.triton_versions import FUSED
 from sametoken.types import layout as columns
 
 _BLOCK = 128

@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from sametoken.ops.fp_fusion import FUSED
 from sametoken.ops.step.reference import write_tables as write_in_order
 from sametoken.ops.step.types import TableWrite
+from sametoken.ops.triton_versions import FUSED
 
 _NUMPY = {torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
 _BLOCK = 1024

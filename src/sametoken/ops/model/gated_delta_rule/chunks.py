@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.fp_fusion import FUSED
 from sametoken.ops.hopper import shared_memory
 from sametoken.ops.model.gated_delta_rule.reference import NORM_EPS
 from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
@@ -41,6 +40,7 @@ from sametoken.ops.model.recurrent.chunks_triton import (
 from sametoken.ops.model.recurrent.convolution_triton import sigmoid, softplus
 from sametoken.ops.model.recurrent.rule import FAST_ROWS, LayerMemory, RawRows
 from sametoken.ops.model.recurrent.runs import CHUNK_FIELDS, CHUNK_ROWS, FastRuns
+from sametoken.ops.triton_versions import FUSED
 
 _EPS = tl.constexpr(NORM_EPS)
 # Rows and columns of the diagonal blocks that ``_inverse`` solves row by row.

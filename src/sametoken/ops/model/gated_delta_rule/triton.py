@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.hopper_layouts import LAST_AXIS_FIRST
 from sametoken.ops.model.gated_delta_rule import hopper
 from sametoken.ops.model.gated_delta_rule.chunks import advance_chunks
 from sametoken.ops.model.gated_delta_rule.prepare import prepare
@@ -27,6 +26,7 @@ from sametoken.ops.model.recurrent.keep import KEPT_CHANNELS, keep_raw, num_keep
 from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
 from sametoken.ops.model.recurrent.runs import FIELDS, Runs, facts, fill_dead
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from sametoken.ops.triton_versions import LAST_AXIS_FIRST
 
 # Parts of a column of the state that are summed apart, and the most elements that a thread loads.
 _PARTS, _TOGETHER = tl.constexpr(8), tl.constexpr(4)

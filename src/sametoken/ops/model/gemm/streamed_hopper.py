@@ -8,12 +8,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from sametoken.ops.hopper import MULTIPROCESSORS, SHARED_MEMORY
-from sametoken.ops.hopper_layouts import VIEWS_REACH_FURTHER, boxes, boxes_of_halves
+from sametoken.ops.hopper_layouts import boxes, boxes_of_halves
 from sametoken.ops.launch_sizes import cdiv
 from sametoken.ops.model.gemm.streamed_hopper_kernels import streamed_kernel
 from sametoken.ops.model.gemm.triton import Scaling, output_of
 from sametoken.ops.model.gemm.tuning import Epilogue, StreamedConfig
 from sametoken.ops.pdl import pdl_options
+from sametoken.ops.triton_versions import VIEWS_REACH_FURTHER
 
 #: Bytes of shared memory that the compiler needs for itself.
 _OTHER_BYTES = 2 << 10

@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sametoken.ops.fp_fusion import FUSED
 from sametoken.ops.launch_sizes import cdiv
 from sametoken.ops.model.activation_triton import activated
 from sametoken.ops.model.gemm.tuning import Epilogue, TritonConfig
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, prefetch_l2, supports_pdl
+from sametoken.ops.triton_versions import FUSED
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 

@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.fp_fusion import FUSED
 from sametoken.ops.hopper import shared_memory
 from sametoken.ops.model.mamba2.prepare import time_step
 from sametoken.ops.model.mamba2.rule import Mamba2Params
@@ -39,6 +38,7 @@ from sametoken.ops.model.recurrent.chunks_triton import (
 )
 from sametoken.ops.model.recurrent.rule import FAST_ROWS, LayerMemory, RawRows
 from sametoken.ops.model.recurrent.runs import CHUNK_FIELDS, CHUNK_ROW, CHUNK_ROWS, FastRuns
+from sametoken.ops.triton_versions import FUSED
 
 # Of a head and row: log(e), s, and e_63 / e_i s, which the state after the chunk has of it.
 _GATES = tl.constexpr(3)

@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.backend import RowRuns
-from sametoken.ops.hopper_layouts import LAST_AXIS_FIRST
 from sametoken.ops.model.mamba2 import hopper
 from sametoken.ops.model.mamba2.chunks import advance_chunks
 from sametoken.ops.model.mamba2.prepare import prepare
@@ -27,6 +26,7 @@ from sametoken.ops.model.recurrent.keep import KEPT_CHANNELS, keep_raw, num_keep
 from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
 from sametoken.ops.model.recurrent.runs import EXACT_ROWS, FIELDS, Runs, facts, fill_dead
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from sametoken.ops.triton_versions import LAST_AXIS_FIRST
 
 # Threads that share a row of the state, and columns that each loads at once.
 _LANES, _TOGETHER = 8, tl.constexpr(4)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows, RowRuns
-from sametoken.ops.fp_fusion import FUSED
 from sametoken.ops.launch_sizes import next_power_of_2
 from sametoken.ops.model.recurrent.rule import FAST_ROWS, Folded
 from sametoken.ops.pdl import gdc_wait, pdl_options
+from sametoken.ops.triton_versions import FUSED
 
 # Columns of the table of runs.
 SLOT = tl.constexpr(0)

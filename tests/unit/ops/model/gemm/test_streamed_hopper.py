@@ -16,7 +16,6 @@ from helpers.compiled import compile_launches, unused_barriers
 from helpers.exact_products import assert_gated, assert_rounded
 from helpers.gluon_interpreter import interpreted
 from sametoken.ops.hopper import MULTIPROCESSORS
-from sametoken.ops.hopper_layouts import VIEWS_REACH_FURTHER
 from sametoken.ops.launch_sizes import cdiv
 from sametoken.ops.model.gemm import fp8_triton, streamed_hopper
 from sametoken.ops.model.gemm import product as gemm
@@ -31,6 +30,7 @@ from sametoken.ops.model.gemm.tuning import (
     streamed_config,
 )
 from sametoken.ops.triton import DeviceWeight
+from sametoken.ops.triton_versions import VIEWS_REACH_FURTHER
 from sametoken.ops.weight import BY_ROW, Rounding
 
 GATED = GemmShape(24576, 4096, "silu_mul")

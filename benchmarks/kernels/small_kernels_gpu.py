@@ -3,7 +3,8 @@
     python benchmarks/kernels/small_kernels_gpu.py [--no-overlap] [--json FILE]
 
 Each figure is one launch in a chain of equal launches, so it includes the gap between two
-dependent kernels. Operands up to the size of L2 stay there, as most do in a real step.
+dependent kernels. Operands up to the size of L2 stay there, as most do in a real step. Kernels of
+layers have prompts' rows too.
 """
 
 from __future__ import annotations
@@ -18,10 +19,20 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from sametoken.ops import pdl
-from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
+from sametoken.ops.backend import (
+    AttentionRows,
+    AttentionShape,
+    LayerKV,
+    QKNorm,
+    RotaryTable,
+    Routing,
+)
 from sametoken.ops.lookup.ngram_triton import lookup
 from sametoken.ops.model.activation_triton import silu_mul
 from sametoken.ops.model.embedding_triton import embedding
+from sametoken.ops.model.gemm.fp8_triton import rounded
+from sametoken.ops.model.moe_gate_triton import moe_gate
+from sametoken.ops.model.moe_rows_triton import RowGroups, combine
 from sametoken.ops.model.norm_triton import add_rms_norm, rms_norm
 from sametoken.ops.model.rope_triton import rope_and_cache
 from sametoken.ops.sampling import sample_triton as sampling
@@ -37,6 +48,7 @@ from sametoken.types.plan import Admission, ScheduledRequest, StepPlan
 from sametoken.types.sampling_params import SamplingParams
 
 ROW_COUNTS = (1, 4, 32, 64, 256, 384)
+PROMPTS = (4096, 8192)
 LAUNCHES, REPLAYS = 20, 10
 MAX_LEN = 32768
 BF16 = torch.bfloat16
@@ -50,11 +62,14 @@ class Model:
     vocabulary: int
     shape: AttentionShape
     qk_norm: bool
+    #: All of a layer, and those that a row chooses; ``intermediate`` is of one.
+    experts: tuple[int, int] | None = None
 
 
 MODELS = (
     Model("Qwen3-8B", 4096, 12288, 151936, AttentionShape(32, 8, 128), True),
     Model("SmolLM2-135M", 576, 1536, 49152, AttentionShape(9, 3, 64), False),
+    Model("Qwen3-30B-A3B", 2048, 768, 151936, AttentionShape(32, 4, 128), True, (128, 8)),
 )
 
 
@@ -108,8 +123,12 @@ def layer_launches(model: Model, rows: int) -> Iterator[tuple[str, Callable[[], 
     x, residual, weight = noise(rows, model.hidden), noise(rows, model.hidden), noise(model.hidden)
     yield "rms_norm", lambda: rms_norm(x, weight, 1e-6)
     yield "add_rms_norm", lambda: add_rms_norm(x, residual, weight, 1e-6)
-    gate_up = noise(rows, 2 * model.intermediate)
-    yield "silu_mul", lambda: silu_mul(gate_up)
+    yield "round", lambda: rounded(x)
+    if model.experts is None:
+        gate_up = noise(rows, 2 * model.intermediate)
+        yield "silu_mul", lambda: silu_mul(gate_up)
+    else:
+        yield from expert_launches(model, rows, *model.experts)
     matrix = noise(model.vocabulary, model.hidden)
     token_ids = torch.randint(0, model.vocabulary, (rows,), device="cuda")
     yield "embedding", lambda: embedding(token_ids, matrix)
@@ -123,6 +142,20 @@ def layer_launches(model: Model, rows: int) -> Iterator[tuple[str, Callable[[], 
     kv = LayerKV(memory[0], memory[1])
     norm = QKNorm(noise(shape.head_dim), noise(shape.head_dim), 1e-6) if model.qk_norm else None
     yield "rope_and_cache", lambda: rope_and_cache(qkv, shape, rotary, at, kv, norm)
+
+
+def expert_launches(
+    model: Model, rows: int, num_experts: int, top_k: int
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield the kernels of a mixture that multiply nothing."""
+    logits, routing = noise(rows, num_experts, dtype=torch.float32), Routing(top_k, True)
+    chosen, weights = moe_gate(logits, routing)
+    yield "moe_gate", lambda: moe_gate(logits, routing)
+    yield "group", lambda: RowGroups.of(chosen, num_experts)
+    inner, outputs = noise(rows * top_k, model.intermediate), noise(rows * top_k, model.hidden)
+    yield "round experts", lambda: rounded(inner)
+    out = noise(rows, model.hidden)
+    yield "combine", lambda: combine(outputs, weights, out)
 
 
 def step_launches(model: Model, rows: int) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -191,8 +224,10 @@ def step_launches(model: Model, rows: int) -> Iterator[tuple[str, Callable[[], o
 
 def measured(model: Model) -> dict[str, dict[int, float]]:
     table: dict[str, dict[int, float]] = {}
-    for rows in ROW_COUNTS:
-        for launches in (layer_launches, step_launches):
+    for rows in (*ROW_COUNTS, *PROMPTS):
+        for launches in (
+            (layer_launches, step_launches) if rows in ROW_COUNTS else (layer_launches,)
+        ):
             for name, launch in launches(model, rows):
                 try:
                     table.setdefault(name, {})[rows] = microseconds(launch)
@@ -217,9 +252,10 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, us per launch in a graph")
     for model in MODELS:
         results[model.name] = measured(model)
-        print(f"\n{model.name:18}" + "".join(f"{f'T={rows}':>9}" for rows in ROW_COUNTS))
+        every = (*ROW_COUNTS, *PROMPTS)
+        print(f"\n{model.name:18}" + "".join(f"{f'T={rows}':>9}" for rows in every))
         for name, figures in results[model.name].items():
-            cells = (f"{figures[rows]:9.2f}" if rows in figures else 9 * " " for rows in ROW_COUNTS)
+            cells = (f"{figures[rows]:9.2f}" if rows in figures else 9 * " " for rows in every)
             print(f"{name:18}" + "".join(cells))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))

@@ -25,6 +25,11 @@ def shared_memory(x: Tensor) -> int:
     return _memory_of(x.get_device()) if x.is_cuda else SHARED_MEMORY
 
 
+def shared_memory_of_device() -> int:
+    """Bytes of shared memory per program on the current GPU; Hopper's where there is none."""
+    return _memory_of(torch.cuda.current_device()) if torch.cuda.is_available() else SHARED_MEMORY
+
+
 def has_hoppers_memory(x: Tensor) -> bool:
     """Whether programs on the tensor's GPU can have as much shared memory as on a Hopper."""
     return shared_memory(x) >= SHARED_MEMORY

@@ -16,7 +16,7 @@ from sametoken.ops.backend import (
     Norm,
     QueryRows,
 )
-from sametoken.ops.hopper import is_hopper
+from sametoken.ops.hopper import is_hopper, shared_memory_of_device
 from sametoken.ops.layer import LayerParts
 from sametoken.ops.model import activation_triton as activation
 from sametoken.ops.model import embedding as embedding_reference
@@ -69,6 +69,8 @@ from sametoken.ops.weight import (
 )
 
 MAX_HEAD_DIM = 512
+#: Tiles of wider heads, and of latents, take this much shared memory.
+NARROW_HEAD_DIM, LARGE_TILES = 256, 96 << 10
 #: Elements of a latent, and of its rotated key, whose tiles fit in shared memory.
 MAX_RANK, MAX_ROPE_DIM = 512, 64
 
@@ -109,6 +111,14 @@ def require_compiler(capability: tuple[int, int]) -> None:
         raise UnsupportedError(
             "Triton before 3.8 compiles no attention for compute capability 10",
             "install torch 2.14 or later, which comes with a newer one",
+        )
+
+
+def _require_large_tiles(what: str) -> None:
+    """Refuse a GPU whose programs have less shared memory than these take (capability 7.5)."""
+    if shared_memory_of_device() < LARGE_TILES:
+        raise UnsupportedError(
+            f"{what} take more shared memory than programs have on this GPU", "use device 'cpu'"
         )
 
 
@@ -200,6 +210,8 @@ class TritonKernels:
             raise UnsupportedError(
                 f"head_dim {shape.head_dim} is above {MAX_HEAD_DIM}", "use device 'cpu'"
             )
+        if shape.head_dim > NARROW_HEAD_DIM:
+            _require_large_tiles(f"heads of {shape.head_dim}")
 
     def pack(self, weight: Tensor) -> DeviceWeight:
         matrix = weight.contiguous()
@@ -286,6 +298,7 @@ class TritonKernels:
                 f"to {MAX_RANK} + {MAX_ROPE_DIM}",
                 "use device 'cpu'",
             )
+        _require_large_tiles("latents")
 
     def pack_heads(self, weight: Tensor) -> DeviceHeadWeights:
         return DeviceHeadWeights(weight.contiguous())

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionShape, LayerKV, QueryRows, RunGroup
+from sametoken.ops.hopper import shared_memory
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.model.attention.arithmetic import (
     isolate,
@@ -39,7 +40,14 @@ from sametoken.ops.model.attention.splits import (
     store_output,
 )
 from sametoken.ops.model.attention.tiles import jit_over_runs, tile_rows, tiles_of
-from sametoken.ops.model.attention.tuning import LOG2_E, SPLIT, AttentionConfig, Form, choose
+from sametoken.ops.model.attention.tuning import (
+    LOG2_E,
+    SPLIT,
+    AttentionConfig,
+    Form,
+    choose,
+    fitted,
+)
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, gdc_wait_once, pdl_options
 
 __all__ = ["SPLIT", "AttentionConfig", "Form", "attention", "choose"]
@@ -88,6 +96,7 @@ def attention(
     out = q.new_empty(num_rows, shape.num_heads * shape.head_dim)
     for group in runs.groups if num_rows else ():
         chosen = config or choose(group.num_runs, group.max_rows, shape, max_seq_len, q.dtype)
+        chosen = fitted(chosen, shape.num_heads // shape.num_kv_heads, shared_memory(q))
         assert chosen.split % chosen.tile == 0
         _launch(q, shape, rows, kv, sinks, out, group, max_seq_len, chosen)
     return out

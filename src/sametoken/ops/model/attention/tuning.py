@@ -15,6 +15,10 @@ LOG2_E = 1.4426950408889634
 #: Positions per split: part of a row's arithmetic, so one constant for the whole engine.
 SPLIT = 128
 
+#: Shared memory of programs of 64 queries over heads of 128 where no matrix unit takes bf16, which
+#: is more than GPUs of compute capability 7.5 have.
+_WIDE_MEMORY = 80 << 10
+
 #: Most bytes of partial results of a launch; above it splits run sequentially.
 MAX_PARTIAL_BYTES = 1 << 29
 
@@ -173,3 +177,16 @@ def choose(
     else:
         config = table.wide if queries <= table.wide.block_queries else table.prefill
     return replace(config, form=form, block_queries=queries, tile=table.tile)
+
+
+def fitted(config: AttentionConfig, group: int, memory: int) -> AttentionConfig:
+    """The configuration, with fewer queries where a program has little shared ``memory``.
+
+    Args:
+        config: of a launch.
+        group: query heads of a key-value head, all of which a program computes.
+        memory: bytes of shared memory of a program.
+    """
+    if memory >= _WIDE_MEMORY:
+        return config
+    return replace(config, block_queries=min(config.block_queries, max(32, next_power_of_2(group))))

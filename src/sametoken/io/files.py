@@ -8,13 +8,14 @@ import os
 import shutil
 import socket
 import stat
+import tempfile
 import uuid
 import weakref
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from pydantic_core import from_json
 
@@ -48,15 +49,24 @@ def open_regular(path: Path) -> BufferedReader:
 
 @contextlib.contextmanager
 def copied(path: Path) -> Iterator[Path]:
-    """A copy of a regular file in memory, by a path of this process, until the block ends.
+    """A copy of a regular file that nobody else writes to, by its path, until the block ends.
+
+    It is in memory, or on other systems than Linux in the directory of temporary files.
 
     Raises:
-        OSError: as ``open_regular``, or there is not so much memory.
+        OSError: as ``open_regular``, or there is not so much room.
     """
-    with open_regular(path) as file, open(os.memfd_create(path.name), "wb") as copy:
+    copy: IO[bytes]
+    with open_regular(path) as file, contextlib.ExitStack() as stack:
+        if hasattr(os, "memfd_create"):
+            copy = stack.enter_context(open(os.memfd_create(path.name), "wb"))
+            place = f"/proc/self/fd/{copy.fileno()}"
+        else:
+            copy = stack.enter_context(tempfile.NamedTemporaryFile())
+            place = copy.name
         shutil.copyfileobj(file, copy)
         copy.flush()
-        yield Path(f"/proc/self/fd/{copy.fileno()}")
+        yield Path(place)
 
 
 def read_json(path: Path) -> Any:

@@ -10,6 +10,7 @@ from helpers.full_disk import filling_disk
 from sametoken.errors import ConfigError
 from sametoken.io.files import (
     MAX_JSON_BYTES,
+    copied,
     is_there,
     open_regular,
     read_json,
@@ -32,6 +33,19 @@ def test_nothing_else_is_opened(tmp_path):
     for path in (tmp_path, tmp_path / "pipe", tmp_path / "none", "/dev/zero"):
         with pytest.raises(OSError, match=r"not a regular file|No such file"):
             open_regular(path)
+
+
+@pytest.mark.parametrize("has_memory_files", [True, False])
+def test_a_copy_stays_as_it_was(tmp_path, monkeypatch, has_memory_files):
+    """In memory, or where the system has no such files (macOS) among temporary ones."""
+    if not has_memory_files:
+        monkeypatch.delattr(os, "memfd_create", raising=False)
+    (tmp_path / "file").write_bytes(b"as it was")
+    with copied(tmp_path / "file") as copy:
+        (tmp_path / "file").write_bytes(b"as it is now")
+        assert copy.read_bytes() == b"as it was"
+        assert not (tmp_path / "file").samefile(copy)
+    assert not copy.exists()
 
 
 @pytest.mark.parametrize(("levels", "fits"), [(64, True), (300, False)])

@@ -44,22 +44,42 @@ FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One way to build; recipes are tried in order of speed."""
+    """One way to build; recipes are tried in order of speed.
+
+    Attributes:
+        borrows: OpenMP's symbols stay undefined, to be bound to the runtime that torch has loaded.
+    """
 
     name: str
     compile_flags: tuple[str, ...]
     link_flags: tuple[str, ...] = ()
+    borrows: bool = False
 
 
-_FAST = ("-march=native", "-fopenmp")
-#: The first leaves OpenMP's symbols undefined, to be bound to the runtime that torch has loaded.
-RECIPES = (
-    Recipe("torch's OpenMP", _FAST),
-    Recipe("torch's OpenMP, without AMX", (*_FAST, "-mno-amx-bf16")),
-    Recipe("its own OpenMP", _FAST, ("-fopenmp",)),
-    Recipe("one thread", ("-march=native",)),
-    Recipe("one thread, generic instructions", ()),
-)
+def recipes_for(system: str, machine: str) -> tuple[Recipe, ...]:
+    """The recipes of a system, as ``platform`` names it and its machine.
+
+    Apple's compiler takes OpenMP as an argument of its front end alone, and names the processor
+    otherwise than gcc; its linker asks to be told of symbols that stay undefined.
+    """
+    own = "-mcpu=native" if system == "Darwin" and machine == "arm64" else "-march=native"
+    one_thread = (
+        Recipe("one thread", (own,)),
+        Recipe("one thread, generic instructions", ()),
+    )
+    if system == "Darwin":
+        flags, link = (own, "-Xclang", "-fopenmp"), ("-undefined", "dynamic_lookup")
+        return Recipe("torch's OpenMP", flags, link, borrows=True), *one_thread
+    fast = (own, "-fopenmp")
+    return (
+        Recipe("torch's OpenMP", fast, borrows=True),
+        Recipe("torch's OpenMP, without AMX", (*fast, "-mno-amx-bf16"), borrows=True),
+        Recipe("its own OpenMP", fast, ("-fopenmp",)),
+        *one_thread,
+    )
+
+
+RECIPES = recipes_for(platform.system(), platform.machine())
 
 
 def find_compiler() -> tuple[str, ...]:

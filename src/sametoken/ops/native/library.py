@@ -101,7 +101,7 @@ def _named_openmp(paths: Iterable[Path]) -> list[Path]:
 
 
 def _opened(recipe: Recipe, path: Path) -> NativeLibrary:
-    if "-fopenmp" in recipe.compile_flags and not recipe.link_flags:
+    if recipe.borrows:
         # A second runtime would compete with torch's for cores and ignore set_num_threads.
         for runtime in openmp_runtimes():
             ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)

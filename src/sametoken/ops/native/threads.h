@@ -7,7 +7,10 @@
 #include <stdlib.h>
 
 #ifdef _OPENMP
-#include <omp.h>
+/* Of every runtime; Apple's compiler, and some of clang's packages, come without omp.h. */
+int omp_get_thread_num(void);
+int omp_get_num_threads(void);
+int omp_get_max_threads(void);
 #else
 static inline int omp_get_thread_num(void) { return 0; }
 static inline int omp_get_num_threads(void) { return 1; }

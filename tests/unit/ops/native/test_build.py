@@ -21,7 +21,13 @@ from sametoken.ops.backend import AttentionShape
 from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.native import library
 from sametoken.ops.native.backend import NativeKernels
-from sametoken.ops.native.build import RECIPES, SOURCE_DIRECTORY, build, find_compiler
+from sametoken.ops.native.build import (
+    RECIPES,
+    SOURCE_DIRECTORY,
+    build,
+    find_compiler,
+    recipes_for,
+)
 from sametoken.ops.native.library import WeightMemory, load_library
 from sametoken.ops.reference import ReferenceKernels
 
@@ -282,6 +288,20 @@ def test_matrix_units_that_the_system_refuses_are_not_used(monkeypatch):
         macros = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         assert "__AVX2__" in macros
         assert "__AMX_BF16__" not in macros
+
+
+def test_apple_s_compiler_is_asked_in_its_own_way():
+    """It knows neither ``-fopenmp`` nor omp.h, and for ARM no ``-march=native``."""
+    fast, *others = recipes_for("Darwin", "arm64")
+    assert fast.borrows
+    assert fast.compile_flags == ("-mcpu=native", "-Xclang", "-fopenmp")
+    assert fast.link_flags == ("-undefined", "dynamic_lookup")
+    assert [one.compile_flags for one in others] == [("-mcpu=native",), ()]
+    assert recipes_for("Darwin", "x86_64")[0].compile_flags[0] == "-march=native"
+    assert not any("-undefined" in one.link_flags for one in recipes_for("Linux", "aarch64"))
+    sources = [path.read_text() for path in SOURCE_DIRECTORY.glob("*.[ch]")]
+    assert len(sources) > 20
+    assert not any("#include <omp.h>" in text for text in sources)
 
 
 def test_weights_share_slabs_without_overlap():

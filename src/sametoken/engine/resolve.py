@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,15 @@ from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.types.speculative_methods import EXTRACT
 from sametoken.types.units import in_units
 
+logger = logging.getLogger(__name__)
+
 CPU_KV_BYTES = 2**30
 
 #: What "fp8_e4m3" is resolved to.
 FP8 = "fp8"
+
+#: The first compute capability that kernels have compiled for.
+LEAST_CAPABILITY = (7, 5)
 
 #: The first compute capability with float8 conversions.
 FLOAT8_CAPABILITY = (8, 9)
@@ -143,15 +149,34 @@ BUSY_ROWS = {"cpu": 320, "cuda": 2000}
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
-    """The device to run on: a GPU if there is one, unless the CPU was requested.
+    """The device to run on: a GPU if there is one for the kernels, unless the CPU was requested.
 
     Raises:
-        UnsupportedError: a CUDA device was requested and there is none.
+        UnsupportedError: a CUDA device was requested and none can be used.
     """
-    available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
-        raise UnsupportedError("device 'cuda' was requested but there is none", "use device 'cpu'")
-    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+    if config.device == "cpu":
+        return torch.device("cpu")
+    why = _no_gpu()
+    if not why:
+        return torch.device("cuda")
+    if config.device == "cuda":
+        raise UnsupportedError(f"device 'cuda' was requested but {why}", "use device 'cpu'")
+    if torch.cuda.is_available():
+        logger.warning("the GPU is not used: %s", why)
+    return torch.device("cpu")
+
+
+def _no_gpu() -> str:
+    """Why there is no GPU for the kernels; "": there is one."""
+    if not torch.cuda.is_available():
+        return "there is none"
+    if torch.version.hip:
+        return "there are no kernels for AMD's GPUs"
+    capability = torch.cuda.get_device_capability()
+    if capability >= LEAST_CAPABILITY:
+        return ""
+    least, own = _dotted(LEAST_CAPABILITY), _dotted(capability)
+    return f"kernels need compute capability {least}, this one has {own}"
 
 
 def resolve_sizes(config: EngineConfig, device: torch.device) -> EngineConfig:

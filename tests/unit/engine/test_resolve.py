@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -62,10 +64,28 @@ def test_without_a_gpu_the_device_is_the_cpu(asked, monkeypatch):
     assert resolve_device(EngineConfig(device=asked)) == CPU
 
 
-@pytest.mark.parametrize(("asked", "found"), [("auto", "cuda"), ("cuda", "cuda"), ("cpu", "cpu")])
-def test_a_gpu_is_used_unless_the_cpu_is_asked_for(asked, found, monkeypatch):
+@pytest.mark.parametrize(
+    ("hip", "capability", "why"),
+    [
+        (None, (7, 5), ""),
+        (None, (6, 1), r"need compute capability 7\.5, this one has 6\.1"),
+        # Of an MI300X, whose capability torch numbers as a Hopper's.
+        ("6.3", (9, 4), "no kernels for AMD's GPUs"),
+    ],
+)
+def test_a_gpu_with_kernels_is_used_unless_the_cpu_is_asked_for(
+    monkeypatch, caplog, hip, capability, why
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert resolve_device(EngineConfig(device=asked)) == torch.device(found)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert resolve_device(EngineConfig()).type == ("cpu" if why else "cuda")
+    assert re.search(f"not used: .*{why}" if why else "^$", caplog.text)
+    caplog.clear()
+    assert resolve_device(EngineConfig(device="cpu")) == CPU
+    assert not caplog.text
+    with pytest.raises(UnsupportedError, match=why) if why else nullcontext():
+        assert resolve_device(EngineConfig(device="cuda")).type == "cuda"
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from sametoken.types.sampling_params import SamplingParams
     from sametoken.types.structured_outputs import StructuredOutputs
 
+if os.name != "posix":
+    raise ImportError("sametoken does not run on Windows itself: use it in WSL")
+
 # Read when torch is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 

@@ -44,13 +44,18 @@ class _Text:
 
 @dataclass(slots=True)
 class _Thinking(_Text):
-    """A block of reasoning that grows."""
+    """A block of reasoning that grows.
 
+    Attributes:
+        signature: of the whole block, empty until it ends.
+    """
+
+    signature: str = ""
     delta: ClassVar[tuple[str, str]] = ("thinking_delta", "thinking")
 
     def object(self) -> ContentBlock:
         """The block so far."""
-        return Thinking(thinking="".join(self.pieces))
+        return Thinking(thinking="".join(self.pieces), signature=self.signature)
 
 
 @dataclass(slots=True)
@@ -80,7 +85,7 @@ class BlockWriter:
 
     Args:
         parser: of the answer.
-        key: a unique part of the calls' ids.
+        key: a unique part of the calls' ids, and the signature of reasoning.
     """
 
     def __init__(self, parser: Parser, key: str) -> None:
@@ -135,8 +140,11 @@ class BlockWriter:
     def _end(self) -> Events:
         """End the last block, if there is one."""
         if self._blocks:
-            if isinstance(self._blocks[-1], _Thinking):
-                yield self._placed("delta", delta={"type": "signature_delta", "signature": ""})
+            block = self._blocks[-1]
+            if isinstance(block, _Thinking):
+                block.signature = self._key
+                delta = {"type": "signature_delta", "signature": block.signature}
+                yield self._placed("delta", delta=delta)
             yield self._placed("stop")
 
     def _placed(self, what: str, **fields: Any) -> MessageEvent:

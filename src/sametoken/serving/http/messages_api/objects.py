@@ -21,11 +21,11 @@ class Text(Sent):
 
 
 class Thinking(Sent):
-    """Reasoning of the model; nobody has signed it."""
+    """Reasoning of the model. Its signature is read by nobody, but some clients need one."""
 
     type: Literal["thinking"] = "thinking"
     thinking: str
-    signature: Literal[""] = ""
+    signature: str
 
 
 class ToolUse(Sent):

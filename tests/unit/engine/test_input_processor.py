@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from helpers.chat_model import byte_tokenizer
+from sametoken.engine import user_inputs
 from sametoken.engine.input_processor import InputProcessor
 from sametoken.engine.user_inputs import PromptTokens, params_of, parts_of, prompts_of
 from sametoken.errors import RequestError
@@ -126,8 +127,10 @@ def test_content_in_parts_is_their_text_and_none_is_empty(tokenizer):
         assert prompt.text == f"<|user|>{text}<|end|>"
 
 
-def test_calls_of_earlier_messages_have_objects_as_arguments(tokenizer, caplog):
+def test_calls_of_earlier_messages_have_objects_as_arguments(tokenizer, caplog, monkeypatch):
     """Also those of an answer that was cut off, or the conversation would end with it."""
+    # A server's filter, where its modules are loaded.
+    monkeypatch.setattr(user_inputs._logger, "filters", [])
     template = (
         "{% for one in messages[0].tool_calls %}{{ one.function.arguments | tojson }};{% endfor %}"
     )

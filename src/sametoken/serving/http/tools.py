@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from sametoken.engine.user_inputs import content_text
 from sametoken.errors import shown
 from sametoken.serving.http.body import require_bounded
+from sametoken.serving.http.connections import LogRateLimit
 from sametoken.serving.http.errors import invalid
 from sametoken.serving.http.json_calls import parse_required
 from sametoken.serving.http.parsed import Parser, call_or_text, parse_nothing
@@ -26,6 +28,8 @@ _REASONING = ("reasoning", "reasoning_content", "thinking")
 _CALL_IDS = {"kimi_k2": "functions.{name}:{number}", "mistral": "{number:09}"}
 #: Parameters of a function that declares none.
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+# What is said of earlier calls is said again with every later request, which has more of them.
+logging.getLogger("sametoken.engine.user_inputs").addFilter(LogRateLimit())
 
 
 @dataclass(frozen=True, slots=True)

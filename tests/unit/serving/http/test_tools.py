@@ -298,6 +298,13 @@ def test_reasoning_is_passed_on_where_a_template_can_take_it():
     assert found[3] == {"role": "user", "content": "x", "reasoning": "hm"}
 
 
+def test_calls_that_were_cut_off_do_not_fill_the_log(caplog):
+    """Agents send them again with every later request."""
+    cut = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x'}}
+    messages(*[{"role": "assistant", "tool_calls": [cut] * 50}] * 2)
+    assert len(caplog.records) <= 1
+
+
 def test_the_model_is_told_of_an_image_that_a_tool_returned(caplog, monkeypatch):
     """Agents send a result with every later request, which would fail too."""
     monkeypatch.setattr(tool_media._logger, "filters", [])

@@ -48,11 +48,17 @@ def check_regex(pattern: str) -> None:
 
 
 def check_grammar(text: str) -> None:
-    """Refuse a grammar in GBNF form with parts that the compiler would ignore.
+    """Refuse a grammar in another form than GBNF, or with parts that the compiler would ignore.
 
     Raises:
-        RequestError: it holds an unsupported regular expression, or a rule has an attribute.
+        RequestError: it has no rule, holds an unsupported regular expression, or a rule has an
+            attribute.
     """
+    if "::=" not in text:
+        raise RequestError(
+            "structured_outputs grammar has no rule in GBNF form, and Lark is not read",
+            "write rules as NAME ::= ..., of which root is the whole text",
+        )
     for found in _GRAMMAR_PART.finditer(text):
         if found["rule"]:
             raise RequestError(

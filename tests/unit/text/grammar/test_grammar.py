@@ -447,6 +447,7 @@ def test_a_grammar_crosses_process_borders(compiler, tokenizer, vocab_size):
         ({"regex": r"(a)\1"}, r"has the escape \\1"),
         ({"grammar": "root ::= x"}, 'grammar is not valid: .*"x" is not defined'),
         ({"grammar": 'a ::= "b"'}, "grammar is not valid: .*root"),
+        ({"grammar": 'start: "a" | "b"'}, "Lark is not read. Write rules as NAME ::="),
         ({"grammar": "root ::= root"}, "no text matches"),
         ({"grammar": "root ::= root", "free_after": MARK}, "no text matches"),
         ({"regex": "a^b", "free_after": MARK}, "has the anchor"),

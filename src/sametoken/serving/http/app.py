@@ -45,8 +45,8 @@ from sametoken.serving.http.response_schemas import (
     Version,
     json_response,
 )
-from sametoken.serving.http.responses_api.answer import answer_response
-from sametoken.serving.http.responses_api.objects import ResponseObject
+from sametoken.serving.http.responses_api.answer import answer_response, count_input
+from sametoken.serving.http.responses_api.objects import InputTokens, ResponseObject
 from sametoken.serving.http.responses_api.request import ResponsesRequest
 from sametoken.serving.http.rollouts import rollout_routes
 from sametoken.serving.http.schemas import (
@@ -149,6 +149,11 @@ def _openai_routes(served: Served) -> APIRouter:
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation of items. Nothing is stored."""
         return await answer_response(served, body, request)
+
+    @router.post("/responses/input_tokens")
+    async def count(body: ResponsesRequest) -> InputTokens:
+        """The number of tokens of a conversation of items."""
+        return await count_input(served, body)
 
     @router.get("/models")
     # Other paths lead from one to the other by themselves. Here it would be a model without a name.

@@ -76,6 +76,7 @@ def test_tokens_of_an_adapter_are_those_of_the_model(serve):
         "/tokenize": {"prompt": "hi"},
         "/detokenize": {"tokens": [5]},
         "/v1/messages/count_tokens": CHAT,
+        "/v1/responses/input_tokens": {"input": "hi"},
     }
     for path, body in bodies.items():
         own, of_adapter = (client.post(path, json=body | {"model": n}) for n in ("toy", "sql"))
@@ -230,7 +231,7 @@ def test_version_and_page(serve):
 def test_the_document_promises_nothing_that_is_not_kept(serve):
     document = serve().get("/openapi.json").json()
     operations = [one for path in document["paths"].values() for one in path.values()]
-    assert len(operations) == 14
+    assert len(operations) == 15
     assert not any("422" in operation["responses"] for operation in operations)
     assert "HTTPValidationError" not in document["components"]["schemas"]
     assert all(operation["description"] for operation in operations)

@@ -352,6 +352,28 @@ def prompt_of(engine) -> str:
     return engine.tokenizer.decode(engine.seen[-1][0].token_ids, skip_special_tokens=False)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"instructions": "Be brief.", "stream": True},
+        {"input": [{"role": "user", "content": "hi"}], "tools": [ADD, *OTHERS, GROUP]},
+        {
+            "tools": [ADD, GROUP],
+            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [ADD]},
+        },
+    ],
+)
+def test_tokens_are_counted_as_the_engine_sees_them(serve, body):
+    engine = FakeEngine(TEXT)
+    client = serve(engine, **HERMES)
+    assert client.post("/v1/responses", json={"input": "hi"} | body).status_code == 200
+    counted = client.post("/v1/responses/input_tokens", json={"input": "hi"} | body).json()
+    num_tokens = len(engine.seen[-1][0].token_ids)
+    assert counted == {"object": "response.input_tokens", "input_tokens": num_tokens}
+    refused = client.post("/v1/responses/input_tokens", json={"input": [{"role": "x"}]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+
+
 def test_tools_that_are_no_functions_are_left_out(serve, caplog, monkeypatch):
     """Codex sends them to every server (llama.cpp#20156)."""
     monkeypatch.setattr(other_tools._logger, "filters", [])

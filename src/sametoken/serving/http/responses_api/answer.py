@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sametoken.errors import RequestError
-from sametoken.serving.http.chat import begin_chat
+from sametoken.serving.http.chat import begin_chat, chat_prompt
 from sametoken.serving.http.errors import ApiError
 from sametoken.serving.http.generation import (
     Framing,
@@ -31,6 +32,7 @@ from sametoken.serving.http.responses_api.conversation import chat_request
 from sametoken.serving.http.responses_api.items import Events, ItemWriter, event
 from sametoken.serving.http.responses_api.objects import (
     IncompleteDetails,
+    InputTokens,
     InputTokensDetails,
     OutputItem,
     OutputTokensDetails,
@@ -43,6 +45,7 @@ from sametoken.serving.http.responses_api.objects import (
 from sametoken.serving.http.responses_api.request import ResponsesRequest
 from sametoken.serving.http.responses_api.tools import called_names, without_others
 from sametoken.serving.http.served import Served
+from sametoken.serving.http.tools import template_tools, with_allowed
 from sametoken.types.outputs import CompletionOutput, RequestOutput
 
 #: Fields of a chat request, and of the engine, by the names that clients of responses send.
@@ -64,17 +67,39 @@ async def answer_response(served: Served, request: ResponsesRequest, http: Reque
     """
     request.check_fields(num_prompts=1)
     model, key = served.name(request.model), uuid.uuid4().hex
-    try:
+    with _renamed():
         chat = await asyncio.to_thread(chat_request, request)
         with named_as_sent(chat):
             use, generation = await begin_chat(served, chat, f"resp_{key}", model)
-    except (ApiError, RequestError) as error:
-        error.param = _SENT_AS.get(error.param or "", error.param)
-        raise
     answer = _Answer(request, use.parser, key, model, served)
     return await respond(
         http, generation, answer, stream=bool(request.stream), framing=_Named(answer)
     )
+
+
+async def count_input(served: Served, request: ResponsesRequest) -> InputTokens:
+    """Count the tokens of a response's input, as its answer would.
+
+    Raises:
+        ApiError, SametokenError: the request cannot be served.
+    """
+    request.check_fields(num_prompts=1)
+    served.name(request.model)
+    with _renamed():
+        chat = with_allowed(await asyncio.to_thread(chat_request, request))
+        tools = template_tools(chat.tools) if chat.tools else None
+        prompt = await chat_prompt(served, chat, tools)
+    return InputTokens(input_tokens=len(prompt.token_ids))
+
+
+@contextmanager
+def _renamed() -> Iterator[None]:
+    """Errors name the fields that clients of responses send."""
+    try:
+        yield
+    except (ApiError, RequestError) as error:
+        error.param = _SENT_AS.get(error.param or "", error.param)
+        raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,13 @@ class ResponseUsage(BaseModel):
     total_tokens: int
 
 
+class InputTokens(Sent):
+    """The number of tokens of a response's input."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class IncompleteDetails(BaseModel):
     """Why a response ended early."""
 

@@ -205,6 +205,7 @@ CHAT = [
 FUNCTION = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
 USE = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
 #: Written at the prompt's end, beside what the template writes itself.
 VARIABLES = (
     "{{ enable_thinking }}|{{ reasoning_effort }}"
@@ -258,9 +259,13 @@ SAME = {
     ),
     "a format": (
         {"thinking": {"type": "adaptive"},
-         "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+         "output_config": {"format": FORMAT}},
         {"chat_template_kwargs": {"enable_thinking": True},
          "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+    ),
+    "a format as in the beta": (
+        {"output_format": FORMAT, "output_config": {}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
     ),
     "unasked": (UNASKED, {}),
 }  # fmt: skip
@@ -372,6 +377,7 @@ def in_user(**block) -> dict:
         ({"stop": ["x"]}, "use stop_sequences"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported"),
         ({"temprature": 1}, "'temperature'"),
+        ({"output_format": FORMAT, "output_config": {"format": FORMAT}}, "Send one of them"),
         (
             {
                 "messages": [

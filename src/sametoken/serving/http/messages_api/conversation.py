@@ -17,6 +17,7 @@ from sametoken.serving.http.messages_api.request import (
     InputMessage,
     MessageTool,
     OutputConfig,
+    OutputFormat,
     TextBlock,
     ThinkingBlock,
     ToolChoice,
@@ -60,7 +61,7 @@ def chat_request(request: CountTokensRequest, max_tokens: int | None = None) -> 
 
     Raises:
         ApiError: a message has a block that is not supported, or the choice of a tool no name, or
-            see ``_tools`` and ``require_few_calls``.
+            see ``_response_format``, ``_tools`` and ``require_few_calls``.
     """
     _require_supported(request)
     config, choice = request.output_config or OutputConfig(), request.tool_choice
@@ -74,13 +75,34 @@ def chat_request(request: CountTokensRequest, max_tokens: int | None = None) -> 
         tools=None if request.tools is None else _tools(request.tools),
         tool_choice=choice and _choice(choice),
         parallel_tool_calls=choice and not choice.disable_parallel_tool_use,
-        response_format=config.format
-        and ResponseFormat(type="json_schema", json_schema=config.format),
+        response_format=_response_format(config.format, request.output_format),
         reasoning_effort=config.effort,
         chat_template_kwargs={**(thinks or {}), **(request.chat_template_kwargs or {})},
         add_generation_prompt=not continues,
         continue_final_message=continues,
     )
+
+
+def _response_format(
+    given: OutputFormat | None, earlier: OutputFormat | None
+) -> ResponseFormat | None:
+    """The constraint of the text.
+
+    Args:
+        given: in ``output_config``.
+        earlier: in ``output_format``, its place in Anthropic's beta, where clients still send it.
+
+    Raises:
+        ApiError: both are given.
+    """
+    if given is not None and earlier is not None:
+        raise invalid(
+            "output_config.format and output_format are one field. Send one of them",
+            "output_format",
+        )
+    if (chosen := given or earlier) is None:
+        return None
+    return ResponseFormat(type="json_schema", json_schema=chosen)
 
 
 def _require_supported(request: CountTokensRequest) -> None:

@@ -150,7 +150,6 @@ class CountTokensRequest(SamplingFields):
         "max_completion_tokens": "use max_tokens",
         "max_output_tokens": "use max_tokens",
         "mcp_servers": "let the client call them, and send their tools",
-        "output_format": "use output_config.format",
         "reasoning_effort": "use output_config.effort",
         "thread": "nothing is stored; send the earlier messages",
     }
@@ -186,6 +185,7 @@ class CountTokensRequest(SamplingFields):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def meet_unknown(self, name: str) -> None:

@@ -164,6 +164,7 @@ class FakeEngine:
         }
         chunks = [self._chunk(one.request_id, request) for one in request.completions]
         now = 0.0
+        outputs.begin(left, 0.004)
         await self._put(stream, outputs.process(chunks, now).outputs)
         while outputs.num_unfinished and stream.request_id not in self.aborted:
             now += 0.01

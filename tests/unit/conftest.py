@@ -141,6 +141,7 @@ class ScriptedEngine:
         self._dead = True
 
     def step(self) -> tuple[RequestUpdate, ...]:
+        self.begun = () if self.num_steps else tuple(self._live)
         self.num_steps += 1
         if self._dead:
             raise EngineDeadError("the engine stopped before")

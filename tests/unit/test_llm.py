@@ -312,6 +312,13 @@ def test_speculation_counters_sum_over_finished_requests(scripted, ids):
     assert total.num_accepted_tokens == 3
 
 
+def test_a_request_s_times_have_its_first_step(scripted, ids):
+    llm, _ = scripted([ids("the"), [EOS]])
+    (output,) = llm.generate(["a"], GREEDY)
+    times = output.metrics
+    assert times.arrival_time <= times.first_scheduled_time <= times.first_token_time
+
+
 def test_eos_of_model_and_tokenizer_both_end_a_text(scripted):
     llm, engine = scripted([[EOS]])
     llm.generate("a", GREEDY)

@@ -58,6 +58,8 @@ class EngineCore:
         self._in_flight: deque[PendingOutput] = deque()
         # Of steps that were processed by ``at_rest``, for the next call of ``step``.
         self._ready: tuple[RequestUpdate, ...] = ()
+        #: Requests whose first step the last call of ``step`` enqueued.
+        self.begun: tuple[str, ...] = ()
         self._failure: BaseException | None = None
 
     @property
@@ -144,6 +146,7 @@ class EngineCore:
         updates, self._ready = self._ready, ()
         self.sleep.require_awake()
         plan = self.scheduler.plan()
+        self.begun = tuple(one.request_id for one in plan.admissions) if plan is not None else ()
         if plan is not None:
             self._in_flight.append(self._runner.submit(plan))
             self._extraction.launch(plan)

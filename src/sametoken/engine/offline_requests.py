@@ -139,7 +139,9 @@ class OfflineRequests:
 
     def _step(self, interrupts: DeferredInterrupts) -> None:
         try:
+            began = time.monotonic()
             updates = interrupts.cuttable(self.engine.step)
+            self._outputs.begin(self.engine.begun, began)
             self._collect(self._outputs.process(updates, time.monotonic()))
         except BaseException as error:
             # The tokens of an interrupted step are lost, so no request can continue.

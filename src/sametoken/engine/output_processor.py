@@ -73,6 +73,12 @@ class OutputProcessor:
         for completion in request.completions:
             self._completions[completion.request.request_id] = (request, completion)
 
+    def begin(self, request_ids: Iterable[str], now: float) -> None:
+        """Note the first step of completions; ids of finished requests are ignored."""
+        for request_id in request_ids:
+            if (found := self._completions.get(request_id)) is not None:
+                found[0].begin(now)
+
     def process(self, updates: Iterable[RequestUpdate], now: float) -> ProcessedUpdates:
         """Process one step's updates; those of finished requests are ignored."""
         touched, released, num_tokens = dict[str, _Request](), dict[str, int](), 0
@@ -144,6 +150,10 @@ class _Request:
         """Whether a stream shows it: the prompt's candidates come with the first completion."""
         first, waits = self.completions[0], self._processed.params.prompt_logprobs is not None
         return self.stream and bool(not waits or first.token_ids or first.finish_reason)
+
+    def begin(self, now: float) -> None:
+        """The first step of one of its completions."""
+        self._metrics.setdefault("first_scheduled_time", now)
 
     def take(self, completion: _Completion, update: RequestUpdate, now: float) -> None:
         if completion.index == 0:

@@ -268,13 +268,15 @@ class EngineClient:
         if message.step_seconds is not None:
             self._collector.count_step(message.step_seconds)
         # Of an id that was used again, updates of the aborted request may still come.
-        taken = message.num_submits
+        taken, now = message.num_submits, time.monotonic()
         updates = [one for one in message.updates if self._submits.get(one.request_id, 0) <= taken]
         for update in updates:
             if update.request_id in self._submits:
                 self._collector.count_update(update)
         self._release_replay(self._audit.take(updates))
-        processed = self._outputs.process(updates, time.monotonic())
+        begun = [one for one in message.begun if self._submits.get(one, 0) <= taken]
+        self._outputs.begin(begun, now - (message.step_seconds or 0.0))
+        processed = self._outputs.process(updates, now)
         self._collector.count_tokens(processed.num_tokens)
         self._deliver(processed)
 

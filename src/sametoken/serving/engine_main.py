@@ -167,17 +167,19 @@ class EngineLoop:
         for message in messages:
             self._handle(message)
         updates: tuple[RequestUpdate, ...] = ()
+        begun: tuple[str, ...] = ()
         step_seconds = None
         if self._control.may_step:
             began = time.perf_counter()
             updates = self._engine.step()
             step_seconds = time.perf_counter() - began
+            begun = self._engine.begun
         for update in updates:
             num_kept = self._stop_checker.check(update)
             if num_kept is not None:
                 self._engine.release(update.request_id, num_kept)
         self._control.note_step()
-        self._outbox.put(StepReport(updates, self._load(), step_seconds, self._num_submits))
+        self._outbox.put(StepReport(updates, self._load(), step_seconds, self._num_submits, begun))
 
     def _handle(
         self, message: Submit | Prepared | Release | Failure | Order | Withdraw | Done

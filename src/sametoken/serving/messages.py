@@ -309,9 +309,11 @@ class StepReport:
         step_seconds: duration of the step; None if there was none.
         num_submits: how many ``Submit`` had been taken. An id that came with a later one is of
             another completion here, which was aborted.
+        begun: completions whose first step this was.
     """
 
     updates: tuple[RequestUpdate, ...]
     load: EngineLoad
     step_seconds: float | None
     num_submits: int
+    begun: tuple[str, ...] = ()

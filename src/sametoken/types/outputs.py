@@ -160,7 +160,8 @@ class SpeculationCounts:
 class RequestMetrics:
     """Of one request: times in seconds of a monotonic clock, and counts.
 
-    ``num_cached_tokens`` are prompt tokens whose KV the prefix cache supplied.
+    ``num_cached_tokens`` are prompt tokens whose KV the prefix cache supplied,
+    ``first_scheduled_time`` is that of the first step.
     """
 
     arrival_time: float
@@ -168,6 +169,7 @@ class RequestMetrics:
     finished_time: float | None = None
     num_cached_tokens: int = 0
     speculation: SpeculationMetrics = field(default_factory=SpeculationMetrics)
+    first_scheduled_time: float | None = None
 
 
 class _MadeOnRead:

@@ -95,6 +95,16 @@ def test_a_step_with_nothing_to_do_does_nothing():
     assert scripted.log == []
 
 
+def test_a_step_tells_whose_first_it_is():
+    scripted, begun = Scripted(2), []
+    scripted.plans[0] = StepPlan(0, admissions=tuple(SimpleNamespace(request_id=c) for c in "ab"))
+    core = core_over(scripted, 1)
+    for _ in range(3):
+        core.step()
+        begun.append(core.begun)
+    assert begun == [("a", "b"), (), ()]
+
+
 @pytest.mark.parametrize("event", ["launch 1", "process 0"])
 def test_a_failure_ends_the_engine(event):
     scripted = Scripted(4)

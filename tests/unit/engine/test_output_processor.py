@@ -319,12 +319,15 @@ def test_without_stream_only_the_last_output_comes(run, tokenizer):
 
 def test_times_counters_and_cached_tokens(run, tokenizer):
     request = run()
+    request.outputs.begin(["r", "gone"], 10.5)
+    request.outputs.begin(["r"], 11.5)
     request.emit(samples=False, num_cached=2)
     output, _ = request.emit(*tokenizer.encode("the"), num_drafts=3, num_accepted=2, num_cached=2)
     assert output.metrics.first_token_time == 12.0
     output, _ = request.emit(EOS, num_drafts=1, num_accepted=0, num_cached=2)
     metrics = output.metrics
     assert (metrics.arrival_time, metrics.first_token_time, metrics.finished_time) == (10, 12, 13)
+    assert metrics.first_scheduled_time == 10.5
     assert metrics.num_cached_tokens == 2
     speculation = metrics.speculation
     assert (speculation.num_steps, speculation.num_draft_tokens) == (2, 4)

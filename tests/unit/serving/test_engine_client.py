@@ -124,10 +124,10 @@ class Kit:
         await asyncio.sleep(0)
         return given, self.process.sent.pop()
 
-    def report(self, *updates, num_submits=None, **load) -> None:
+    def report(self, *updates, num_submits=None, begun=(), **load) -> None:
         """A step, by default after all that was submitted has been taken."""
         taken = self.process.num_submits if num_submits is None else num_submits
-        self.client.take(StepReport(updates, EngineLoad(**load), 0.01, taken))
+        self.client.take(StepReport(updates, EngineLoad(**load), 0.01, taken, begun))
 
 
 def update(request_id, *token_ids, **changes):
@@ -228,6 +228,17 @@ async def test_an_id_that_is_used_again_gets_nothing_of_the_request_before(open_
         kit.client.take(Refused(("r.0", "r.1"), RequestError("of the first"), 2))
         kit.report(update("r.0", 22), update("r.1", 23), num_submits=3)
         assert [one.token_ids for one in (await anext(stream)).outputs] == [(22,), (23,)]
+
+
+async def test_a_request_waits_until_its_first_step_begins(open_kit):
+    """Not one of the request that had its id before, and not until a step's end."""
+    async with open_kit() as kit:
+        await kit.begin().aclose()
+        stream = kit.begin()
+        kit.report(begun=("r",), num_submits=1)
+        kit.report(update("r", 20), begun=("r",))
+        metrics = (await anext(stream)).metrics
+        assert metrics.first_token_time - metrics.first_scheduled_time == pytest.approx(0.01)
 
 
 async def test_a_dropped_stream_aborts_its_request(open_kit):

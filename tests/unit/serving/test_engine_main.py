@@ -24,6 +24,7 @@ class Engine:
     weights = adapters = None
     upkeep = SimpleNamespace(is_sleeping=False)
     resolved = SimpleNamespace(device=None)
+    begun = ("a",)
 
     def __init__(self, *news) -> None:
         self.news = list(news)
@@ -88,6 +89,7 @@ def test_an_iteration_takes_messages_steps_once_and_reports(start):
     assert engine.added == ["a", "b"]
     (report,) = sent
     assert report.updates == (update("a", 5),)
+    assert report.begun == ("a",)
     assert report.step_seconds >= 0
     assert dataclasses.astuple(report.load) == (2, 1, 2, 3, 4, 0.5, 0.25, 6, 7, 8, 9, 10)
     assert loop._control.may_step

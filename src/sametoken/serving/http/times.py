@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from sametoken.types.outputs import RequestOutput
+from sametoken.types.outputs import RequestMetrics, RequestOutput
 
 PREFIX = "sametoken:"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -41,6 +41,21 @@ class RequestTimes:
             _TOKEN_SECONDS,
         )
         self._whole = histogram("e2e_request_latency_seconds", "From arrival to the end.", _SECONDS)
+        self._queue = histogram(
+            "request_queue_time_seconds",
+            "From a finished request's arrival to its first step.",
+            _SECONDS,
+        )
+        self._prefill = histogram(
+            "request_prefill_time_seconds",
+            "From a finished request's first step to its first token.",
+            _SECONDS,
+        )
+        self._decode = histogram(
+            "request_decode_time_seconds",
+            "From a finished request's first token to its end.",
+            _SECONDS,
+        )
         self._prompt_tokens = histogram(
             "request_prompt_tokens", "Prompt tokens of a finished request.", _TOKENS
         )
@@ -71,9 +86,23 @@ class RequestTimes:
         self._output_tokens.observe(sum(counts))
         if metrics.finished_time is None:
             return
+        self._observe_parts(metrics)
         self._whole.observe(metrics.finished_time - metrics.arrival_time)
         if metrics.first_token_time is not None and max(counts) > 1:
             mean = (metrics.finished_time - metrics.first_token_time) / (max(counts) - 1)
             self._per_token.observe(mean)
             if whole:
                 self._between.observe(mean)
+
+    def _observe_parts(self, metrics: RequestMetrics) -> None:
+        times = (
+            metrics.arrival_time,
+            metrics.first_scheduled_time,
+            metrics.first_token_time,
+            metrics.finished_time,
+        )
+        parts = zip((self._queue, self._prefill, self._decode), times, times[1:], strict=False)
+        for histogram, begin, end in parts:
+            # One that was aborted may lack some of them.
+            if begin is not None and end is not None:
+                histogram.observe(end - begin)

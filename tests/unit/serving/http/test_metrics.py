@@ -33,6 +33,9 @@ VLLM_NAMES = {
     "request_time_per_output_token_seconds_bucket",
     "inter_token_latency_seconds_bucket",
     "e2e_request_latency_seconds_bucket",
+    "request_queue_time_seconds_bucket",
+    "request_prefill_time_seconds_bucket",
+    "request_decode_time_seconds_bucket",
     "request_prompt_tokens_bucket",
     "request_generation_tokens_bucket",
     "spec_decode_num_drafts_total",
@@ -102,6 +105,9 @@ def test_times_of_requests(scraped):
     assert scraped["time_to_first_token_seconds_count", ""] == 1
     assert scraped["time_to_first_token_seconds_sum", ""] == pytest.approx(0.01)
     assert scraped["e2e_request_latency_seconds_sum", ""] == pytest.approx(0.03)
+    assert scraped["request_queue_time_seconds_sum", ""] == pytest.approx(0.004)
+    assert scraped["request_prefill_time_seconds_sum", ""] == pytest.approx(0.006)
+    assert scraped["request_decode_time_seconds_sum", ""] == pytest.approx(0.02)
     assert scraped["request_time_per_output_token_seconds_sum", ""] == pytest.approx(0.02 / 5)
     assert scraped["inter_token_latency_seconds_count", ""] == 1
     assert scraped["inter_token_latency_seconds_sum", ""] == pytest.approx(0.02 / 5)

@@ -61,6 +61,11 @@ def completion_params(
     """
     if request.best_of is not None and request.best_of != request.n:
         raise invalid("best_of is not supported, unless it equals n. Leave it out", "best_of")
+    if request.max_completion_tokens not in (None, request.max_tokens):
+        raise invalid(
+            "max_completion_tokens is not supported, unless it equals max_tokens. Use max_tokens",
+            "max_completion_tokens",
+        )
     max_tokens = request.max_tokens
     if max_tokens == 0 and request.echo:
         max_tokens = 1

@@ -305,6 +305,7 @@ class CompletionRequest(SamplingFields):
 
     prompt: Prompts
     max_tokens: Count | None = 16
+    max_completion_tokens: Count | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: int | None = None

@@ -101,10 +101,19 @@ def test_echo_with_logprobs_asks_for_the_prompt_s():
     assert completion(echo=True, prompt_logprobs=3).prompt_logprobs == 3
 
 
+def test_a_completion_s_limit_may_stand_under_the_name_of_chats_too():
+    """GuideLLM 0.2 sends both."""
+    both = {"max_tokens": 9, "max_completion_tokens": 9}
+    CompletionRequest(prompt="x", **both).check_fields(1)
+    assert completion(**both).max_tokens == 9
+
+
 @pytest.mark.parametrize(
     ("of", "fields", "param"),
     [
         (completion, {"best_of": 3}, "best_of"),
+        (completion, {"max_tokens": 9, "max_completion_tokens": 8}, "max_completion_tokens"),
+        (completion, {"max_completion_tokens": 8}, "max_completion_tokens"),
         (completion, {"logit_bias": {"word": 1.0}}, "logit_bias"),
         (completion, {"echo": True, "logprobs": 1, "prompt_logprobs": 2}, "prompt_logprobs"),
         (chat, {"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),

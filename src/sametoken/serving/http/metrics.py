@@ -22,6 +22,9 @@ from sametoken.types.outputs import SpeculationMetrics
 
 _MODEL = "model_name"
 _POSITION = "position"
+#: Shown from the start: Prometheus counts from a series' first value, so it would miss the request
+#: that begins one.
+_REASONS = ("stop", "length", "abort", "error")
 
 
 class EngineCollector(Collector):
@@ -84,8 +87,9 @@ class EngineCollector(Collector):
         yield self._counter(
             "generation_tokens", "Tokens of answers, whole or not.", stats.num_output_tokens
         )
+        finished = dict.fromkeys(_REASONS, 0) | dict(stats.num_finished)
         yield self._labelled(
-            "request_success", "Finished requests.", "finished_reason", stats.num_finished.items()
+            "request_success", "Finished requests.", "finished_reason", finished.items()
         )
         yield self._counter("requests_failed", "Requests lost with the engine.", stats.num_failed)
         yield self._counter("requests_refused", "Requests refused with 429.", stats.num_overloaded)

@@ -77,6 +77,8 @@ def test_values_are_the_engine_s(scraped):
         ("generation_tokens_total", ""): 50,
         ("request_success_total", "stop"): 3,
         ("request_success_total", "length"): 2,
+        ("request_success_total", "abort"): 0,
+        ("request_success_total", "error"): 0,
         ("requests_refused_total", ""): 1,
         ("wasted_rows_total", ""): 7,
         ("spec_decode_num_steps_total", ""): 10,

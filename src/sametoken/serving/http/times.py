@@ -64,6 +64,11 @@ class RequestTimes:
             "Output tokens of a finished request, all its completions together.",
             _TOKENS,
         )
+        self._longest = histogram(
+            "request_max_num_generation_tokens",
+            "Output tokens of a finished request's longest completion.",
+            _TOKENS,
+        )
 
     def observe(self, before: RequestOutput | None, output: RequestOutput, gap_s: float) -> None:
         """Observe an output, given the request's previous output and the seconds between them."""
@@ -84,6 +89,7 @@ class RequestTimes:
         counts = [completion.num_tokens for completion in output.outputs]
         self._prompt_tokens.observe(len(output.prompt_token_ids))
         self._output_tokens.observe(sum(counts))
+        self._longest.observe(max(counts))
         if metrics.finished_time is None:
             return
         self._observe_parts(metrics)

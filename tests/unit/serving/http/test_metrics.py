@@ -38,6 +38,7 @@ VLLM_NAMES = {
     "request_decode_time_seconds_bucket",
     "request_prompt_tokens_bucket",
     "request_generation_tokens_bucket",
+    "request_max_num_generation_tokens_bucket",
     "spec_decode_num_drafts_total",
     "spec_decode_num_draft_tokens_total",
     "spec_decode_num_accepted_tokens_total",
@@ -115,6 +116,15 @@ def test_times_of_requests(scraped):
     assert scraped["inter_token_latency_seconds_sum", ""] == pytest.approx(0.02 / 5)
     assert scraped["request_prompt_tokens_sum", ""] == 2
     assert scraped["request_generation_tokens_sum", ""] == 6
+
+
+def test_the_longest_completion_of_a_request(serve):
+    """A completion says its index: b, bcd and bcdef, each with the end of the text."""
+    client = serve(FakeEngine(lambda text, index: "bcdef"[: 2 * index + 1]))
+    assert client.post("/v1/completions", json={"prompt": "ab", "n": 3}).status_code == 200
+    scraped = samples(client.get("/metrics").text)
+    assert scraped["request_generation_tokens_sum", ""] == 12
+    assert scraped["request_max_num_generation_tokens_sum", ""] == 6
 
 
 def test_times_of_a_stream(serve):

@@ -68,6 +68,7 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "kv_transfer_params": "leave it out; one engine computes the whole answer",
     "length_penalty": "it belongs to beam search, which is not supported",
     "logprob_token_ids": "use logprobs, and top_logprobs in a chat",
+    "lora_path": "name the adapter in model",
     "logits_processors": "use logit_bias, bad_words, allowed_token_ids or structured_outputs",
     "max_new_tokens": "use max_tokens",
     "modalities": "only text is supported; leave it out",
@@ -269,10 +270,12 @@ class SamplingFields(BaseModel):
             if getattr(self, name) not in (None, type(self).model_fields[name].default):
                 raise _unsupported(name, self.elsewhere[name])
         extra = self.model_extra or {}
+        # Benchmarks that know SGLang's servers too name an adapter twice.
+        neutral = {**self.neutral, "lora_path": self.model}
         if len(extra) > MAX_EXTRA:
             raise invalid(f"the request has {len(extra)} unknown fields. See /docs")
         for name, value in extra.items():
-            if name in self.ignored or value in (None, self.neutral.get(name)):
+            if name in self.ignored or value in (None, neutral.get(name)):
                 continue
             if name in self.refused:
                 raise _unsupported(name, self.refused[name])

@@ -323,6 +323,7 @@ def test_what_is_not_honoured_is_refused_by_name(serve, body, param, stream):
         ("guided_decoding_backend", "xgrammar"),
         ("guided_whitespace_pattern", "grammar"),
         ("logprob_token_ids", "use logprobs"),
+        ("lora_path", "in model"),
         ("max_new_tokens", "use max_tokens"),
         ("num_speculative_tokens", "speculative"),
         ("prompt_embeds", "token ids"),
@@ -334,6 +335,12 @@ def test_a_known_name_of_another_engine_is_refused_with_the_right_one(serve, fie
     answer = client_of(serve)(**{field: 1})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported")
     assert remedy in answer.json()["error"]["message"]
+
+
+def test_a_model_may_be_named_as_an_adapter_too(serve):
+    """SGLang's benchmark of vLLM's servers sends both."""
+    assert client_of(serve)(model="toy", lora_path="toy").status_code == 200
+    assert client_of(serve)(model="toy", lora_path="other").status_code == 400
 
 
 def test_the_grammar_backend_that_is_used_may_be_named(serve):

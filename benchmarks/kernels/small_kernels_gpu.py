@@ -48,7 +48,8 @@ from sametoken.types.plan import Admission, ScheduledRequest, StepPlan
 from sametoken.types.sampling_params import SamplingParams
 
 ROW_COUNTS = (1, 4, 32, 64, 256, 384)
-PROMPTS = (4096, 8192)
+#: Of a layer's kernels, which prompts have too.
+LAYER_ROW_COUNTS = (*ROW_COUNTS, 4096, 8192)
 LAUNCHES, REPLAYS = 20, 10
 MAX_LEN = 32768
 BF16 = torch.bfloat16
@@ -224,10 +225,8 @@ def step_launches(model: Model, rows: int) -> Iterator[tuple[str, Callable[[], o
 
 def measured(model: Model) -> dict[str, dict[int, float]]:
     table: dict[str, dict[int, float]] = {}
-    for rows in (*ROW_COUNTS, *PROMPTS):
-        for launches in (
-            (layer_launches, step_launches) if rows in ROW_COUNTS else (layer_launches,)
-        ):
+    for launches, row_counts in ((layer_launches, LAYER_ROW_COUNTS), (step_launches, ROW_COUNTS)):
+        for rows in row_counts:
             for name, launch in launches(model, rows):
                 try:
                     table.setdefault(name, {})[rows] = microseconds(launch)
@@ -252,10 +251,10 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, us per launch in a graph")
     for model in MODELS:
         results[model.name] = measured(model)
-        every = (*ROW_COUNTS, *PROMPTS)
-        print(f"\n{model.name:18}" + "".join(f"{f'T={rows}':>9}" for rows in every))
+        row_counts = LAYER_ROW_COUNTS
+        print(f"\n{model.name:18}" + "".join(f"{f'T={rows}':>9}" for rows in row_counts))
         for name, figures in results[model.name].items():
-            cells = (f"{figures[rows]:9.2f}" if rows in figures else 9 * " " for rows in every)
+            cells = (f"{figures[rows]:9.2f}" if rows in figures else 9 * " " for rows in row_counts)
             print(f"{name:18}" + "".join(cells))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))

@@ -51,7 +51,7 @@ from sametoken.serving.http.response_schemas import (
 from sametoken.serving.http.schemas import ChatRequest
 from sametoken.serving.http.served import Served
 from sametoken.serving.http.tool_schemas import CustomTool
-from sametoken.serving.http.tools import ToolUse, tool_use, with_allowed
+from sametoken.serving.http.tools import ToolUse, template_tools, tool_use, with_allowed
 from sametoken.types.outputs import CompletionOutput, RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 
@@ -84,7 +84,7 @@ async def begin_chat(
     use, params = await asyncio.to_thread(_tools_and_params, served, request)
     served.check(1, params)
     most = served.num_kept(request.truncate_prompt_tokens, params)
-    prompt = await chat_prompt(served, request, use.tools)
+    prompt = await _prompt(served, request, use.tools)
     prompt = await asyncio.to_thread(served.last, prompt, most)
     continued = content_text(request.messages[-1].content) if request.continue_final_message else ""
     rendered = RenderedPrompt(prompt.text or "", continued, prompt.token_ids)
@@ -96,7 +96,19 @@ async def begin_chat(
     return replace(use, parser=parser), await served.begin([prompt], params, request_id, model)
 
 
-async def chat_prompt(
+async def count_chat(served: Served, request: ChatRequest) -> int:
+    """The tokens of a conversation, as its answer would have them.
+
+    Raises:
+        ApiError, RequestError: see ``Served.render``.
+    """
+    request = with_allowed(request)
+    tools = template_tools(request.tools) if request.tools else None
+    prompt = await _prompt(served, request, tools)
+    return len(prompt.token_ids)
+
+
+async def _prompt(
     served: Served, request: ChatRequest, tools: list[dict[str, Any]] | None
 ) -> PromptTokens:
     """The prompt of a conversation.

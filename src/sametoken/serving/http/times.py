@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from prometheus_client import CollectorRegistry, Histogram
 
 from sametoken.types.outputs import RequestMetrics, RequestOutput
@@ -107,8 +109,8 @@ class RequestTimes:
             metrics.first_token_time,
             metrics.finished_time,
         )
-        parts = zip((self._queue, self._prefill, self._decode), times, times[1:], strict=False)
-        for histogram, begin, end in parts:
+        parts = zip((self._queue, self._prefill, self._decode), pairwise(times), strict=True)
+        for histogram, (begin, end) in parts:
             # One that was aborted may lack some of them.
             if begin is not None and end is not None:
                 histogram.observe(end - begin)

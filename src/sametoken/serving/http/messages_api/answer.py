@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sametoken.serving.http.chat import begin_chat, chat_prompt
+from sametoken.serving.http.chat import begin_chat, count_chat
 from sametoken.serving.http.errors import ApiError
 from sametoken.serving.http.generation import Framing, Generation, named_event, respond
 from sametoken.serving.http.messages_api.blocks import BlockWriter
@@ -28,7 +28,6 @@ from sametoken.serving.http.messages_api.objects import (
 from sametoken.serving.http.messages_api.request import CountTokensRequest, MessagesRequest
 from sametoken.serving.http.parsed import Parser
 from sametoken.serving.http.served import Served
-from sametoken.serving.http.tools import template_tools
 from sametoken.types.outputs import RequestOutput
 
 
@@ -57,8 +56,7 @@ async def count_tokens(served: Served, request: CountTokensRequest) -> TokenCoun
     request.check_fields(num_prompts=1)
     served.name(request.model)
     chat = await asyncio.to_thread(chat_request, request)
-    prompt = await chat_prompt(served, chat, template_tools(chat.tools) if chat.tools else None)
-    return TokenCount(input_tokens=len(prompt.token_ids))
+    return TokenCount(input_tokens=await count_chat(served, chat))
 
 
 class _Named(Framing):

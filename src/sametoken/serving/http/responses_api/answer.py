@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sametoken.errors import RequestError
-from sametoken.serving.http.chat import begin_chat, chat_prompt
+from sametoken.serving.http.chat import begin_chat, count_chat
 from sametoken.serving.http.errors import ApiError
 from sametoken.serving.http.generation import (
     Framing,
@@ -45,7 +45,6 @@ from sametoken.serving.http.responses_api.objects import (
 from sametoken.serving.http.responses_api.request import ResponsesRequest
 from sametoken.serving.http.responses_api.tools import called_names, without_others
 from sametoken.serving.http.served import Served
-from sametoken.serving.http.tools import template_tools, with_allowed
 from sametoken.types.outputs import CompletionOutput, RequestOutput
 
 #: Fields of a chat request, and of the engine, by the names that clients of responses send.
@@ -86,10 +85,8 @@ async def count_input(served: Served, request: ResponsesRequest) -> InputTokens:
     request.check_fields(num_prompts=1)
     served.name(request.model)
     with _renamed():
-        chat = with_allowed(await asyncio.to_thread(chat_request, request))
-        tools = template_tools(chat.tools) if chat.tools else None
-        prompt = await chat_prompt(served, chat, tools)
-    return InputTokens(input_tokens=len(prompt.token_ids))
+        chat = await asyncio.to_thread(chat_request, request)
+        return InputTokens(input_tokens=await count_chat(served, chat))
 
 
 @contextmanager

@@ -14,7 +14,10 @@ from torch import Tensor
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 
-_GROUP_BLOCK = 4096
+#: Pairs of a segment: more are counted by segment first.
+_SEGMENT = 1024
+#: Of several segments, experts of a program, and the bits in which it counts the pairs of each.
+_EXPERTS, _BITS = 4, 16
 _COLUMNS = 1024
 
 
@@ -39,18 +42,26 @@ class RowGroups:
     def of(cls, chosen: Tensor, num_experts: int) -> RowGroups:
         """Group [T, top_k] int64 choices below ``num_experts``; T is at least 1."""
         pairs = chosen.numel()
-        block = min(next_power_of_2(pairs), _GROUP_BLOCK)
+        block = min(next_power_of_2(pairs), _SEGMENT)
+        segments = cdiv(pairs, block)
+        each = 1 if segments == 1 else _EXPERTS
+        width = max(next_power_of_2(num_experts), each)
         sizes = (num_experts,), (num_experts,), (num_experts,), (num_experts, pairs)
         parts = [torch.empty(size, dtype=torch.int32, device=chosen.device) for size in sizes]
-        _group_kernel[(num_experts,)](
+        options = {"E_BLOCK": width, "BLOCK": block, "num_warps": 4, **pdl_options(chosen)}
+        counted = None
+        if segments > 1:
+            counted = parts[0].new_empty(segments, width)
+            _count_kernel[(segments,)](chosen, counted, pairs, **options)
+        _group_kernel[(cdiv(num_experts, each), segments)](
             chosen,
+            counted,
             *parts,
             pairs,
             NUM_EXPERTS=num_experts,
-            E_BLOCK=next_power_of_2(num_experts),
-            BLOCK=block,
-            num_warps=4 if block <= 1024 else 8,
-            **pdl_options(chosen),
+            EXPERTS=each,
+            BITS=_BITS,
+            **options,
         )
         return cls(*parts)
 
@@ -97,9 +108,61 @@ def combine(outputs: Tensor, weights: Tensor, out: Tensor, beside: Tensor | None
     )
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+#: The number of pairs makes no other kernel.
+_jit_over_pairs = triton.jit(do_not_specialize=["num_pairs"])
+
+
+@triton.jit
+def _segment_of(chosen, segment, num_pairs, BLOCK: tl.constexpr):
+    """Pairs of a segment, whether they exist, and their experts."""
+    pair = segment * BLOCK + tl.arange(0, BLOCK)
+    inside = pair < num_pairs
+    return pair, inside, tl.load(chosen + pair, inside, other=0).to(tl.int32)
+
+
+@_jit_over_pairs
+def _count_kernel(
+    chosen,  # [num_pairs]
+    counted,  # [segments, E_BLOCK], written: pairs of a segment by expert
+    num_pairs,
+    E_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    gdc_launch_and_wait(PDL)
+    segment = tl.program_id(0)
+    _, inside, found = _segment_of(chosen, segment, num_pairs, BLOCK)
+    own = counted + segment * E_BLOCK + tl.arange(0, E_BLOCK)
+    tl.store(own, tl.histogram(found, E_BLOCK, mask=inside))
+
+
+@triton.jit
+def _count_before(counted, segment, expert, E_BLOCK: tl.constexpr):
+    """Pairs of an expert in the segments before one."""
+    SEGMENTS: tl.constexpr = 64
+    count = 0
+    for first in range(0, segment, SEGMENTS):
+        other = first + tl.arange(0, SEGMENTS)
+        count += tl.sum(tl.load(counted + other * E_BLOCK + expert, other < segment, other=0), 0)
+    return count
+
+
+@triton.jit
+def _count_all(counted, num_segments, E_BLOCK: tl.constexpr):
+    """[E_BLOCK] pairs of all experts."""
+    SEGMENTS: tl.constexpr = 16
+    counts = tl.zeros([E_BLOCK], tl.int32)
+    for first in range(0, num_segments, SEGMENTS):
+        other = first + tl.arange(0, SEGMENTS)[:, None]
+        at = counted + other * E_BLOCK + tl.arange(0, E_BLOCK)[None, :]
+        counts += tl.sum(tl.load(at, other < num_segments, other=0), 0)
+    return counts
+
+
+@_jit_over_pairs
 def _group_kernel(
     chosen,  # [num_pairs]
+    counted,  # as of ``_count_kernel``; None: there is one segment
     experts,  # [E], written
     counts,  # [E], written
     starts,  # [E], written
@@ -107,32 +170,43 @@ def _group_kernel(
     num_pairs,
     NUM_EXPERTS: tl.constexpr,
     E_BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Collect the (row, choice) pairs of one expert, in order."""
+    """Collect the (row, choice) pairs of some experts in one segment, in order."""
     gdc_launch_and_wait(PDL)
-    expert = tl.program_id(0)
-    members += expert.to(tl.int64) * num_pairs
-    count = 0
-    pairs_of = tl.zeros([E_BLOCK], tl.int32)
-    for first in range(0, num_pairs, BLOCK):
-        pair = first + tl.arange(0, BLOCK)
-        inside = pair < num_pairs
-        found = tl.load(chosen + pair, inside, other=0).to(tl.int32)
-        mine = (inside & (found == expert)).to(tl.int32)
-        place = count + tl.cumsum(mine, axis=0) - 1
-        tl.store(members + place, pair, mine > 0)
-        count += tl.sum(mine, axis=0)
-        pairs_of += tl.histogram(found, E_BLOCK, mask=inside)
-    ids = tl.arange(0, E_BLOCK)
-    is_chosen = ((pairs_of > 0) & (ids < NUM_EXPERTS)).to(tl.int32)
-    rank = tl.sum(tl.where(ids < expert, is_chosen, 0), axis=0)
-    if count == 0:
-        rank = tl.sum(is_chosen, axis=0) + expert - rank
-    tl.store(experts + rank, expert)
-    tl.store(counts + rank, count)
-    tl.store(starts + rank, tl.sum(tl.where(ids < expert, pairs_of, 0), axis=0))
+    first, segment = tl.program_id(0) * EXPERTS, tl.program_id(1)
+    pair, inside, found = _segment_of(chosen, segment, num_pairs, BLOCK)
+    which = found - first
+    mine = inside & (which >= 0) & (which < EXPERTS)
+    # One scan counts for all, each in its own bits.
+    shift = tl.where(mine, BITS * which, 0).to(tl.int64)
+    counted_here = tl.cumsum(mine.to(tl.int64) << shift, axis=0) >> shift
+    place = (counted_here & ((1 << BITS) - 1)).to(tl.int32) - 1
+    if counted is not None:
+        for own in tl.static_range(EXPERTS):
+            before = _count_before(counted, segment, first + own, E_BLOCK)
+            place += tl.where(which == own, before, 0)
+    tl.store(members + found.to(tl.int64) * num_pairs + place, pair, mine)
+    if segment == 0:
+        if counted is None:
+            pairs_of = tl.histogram(found, E_BLOCK, mask=inside)
+        else:
+            pairs_of = _count_all(counted, tl.num_programs(1), E_BLOCK)
+        ids = tl.arange(0, E_BLOCK)
+        is_chosen = ((pairs_of > 0) & (ids < NUM_EXPERTS)).to(tl.int32)
+        for own in tl.static_range(EXPERTS):
+            expert = first + own
+            count = tl.sum(tl.where(ids == expert, pairs_of, 0), axis=0)
+            rank = tl.sum(tl.where(ids < expert, is_chosen, 0), axis=0)
+            if count == 0:
+                rank = tl.sum(is_chosen, axis=0) + expert - rank
+            tl.store(experts + rank, expert, expert < NUM_EXPERTS)
+            tl.store(counts + rank, count, expert < NUM_EXPERTS)
+            start = tl.sum(tl.where(ids < expert, pairs_of, 0), axis=0)
+            tl.store(starts + rank, start, expert < NUM_EXPERTS)
 
 
 @triton.jit

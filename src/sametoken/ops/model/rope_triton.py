@@ -1,7 +1,7 @@
 """Norms of heads, rotary embedding and the KV write in Triton, in one launch.
 
-One program computes whole heads of one row, and its shape depends on the heads only, so every sum
-has the same layout for any number of rows.
+One program computes a number of heads, of as many rows as have them, so every sum has the same
+layout for any number of rows.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -17,7 +17,8 @@ from sametoken.ops.model.attention.kv_triton import as_bytes, as_stored
 from sametoken.ops.model.norm_triton import aligned
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
-_MAX_HEADS_PER_PROGRAM = 8
+#: Elements of a program's heads, if it has several.
+_ELEMENTS = 1024
 
 
 @triton.jit
@@ -34,8 +35,8 @@ def _norm_and_rotate(
     head,  # [HEADS, 1]
     live,  # [HEADS, 1]
     weight,  # [D] or None
-    cos,  # [HALF] of the row's position
-    sin,  # [HALF] of the row's position
+    cos,  # [HEADS, 1] pointers to those of the heads' positions
+    sin,  # [HEADS, 1]
     eps,
     D: tl.constexpr,
     HALF: tl.constexpr,
@@ -52,8 +53,8 @@ def _norm_and_rotate(
     half = tl.arange(0, HALF_BLOCK)[None, :]
     rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
     rotated = half < HALF
-    c = tl.load(cos + half, rotated, other=0.0)
-    s = tl.load(sin + half, rotated, other=0.0)
+    c = tl.load(cos + half, live & rotated, other=0.0)
+    s = tl.load(sin + half, live & rotated, other=0.0)
     if weight is not None:
         low_factor = tl.load(weight + half, rotated, other=0.0).to(tl.float32)
         high_factor = tl.load(weight + HALF + half, rotated, other=0.0).to(tl.float32)
@@ -95,6 +96,13 @@ def _norm_and_rotate(
 
 
 @triton.jit
+def _heads_of(program, num_rows, COUNT: tl.constexpr, HEADS: tl.constexpr):
+    """[HEADS] rows, heads of them, and whether those exist, of a program: COUNT heads a row."""
+    place = program * HEADS + tl.arange(0, HEADS)
+    return (place // COUNT).to(tl.int64), place % COUNT, place < num_rows * COUNT
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _rope_and_cache_kernel(
     qkv,  # [T, (Q + 2 * KV) * D], rows qkv_stride apart
     q_out,  # [T, Q, D]
@@ -109,6 +117,7 @@ def _rope_and_cache_kernel(
     q_weight,  # [D] or None
     k_weight,  # [D] or None
     qkv_stride,
+    num_rows,  # T
     eps,
     Q: tl.constexpr,
     KV: tl.constexpr,
@@ -122,44 +131,42 @@ def _rope_and_cache_kernel(
     PDL: tl.constexpr,
 ):
     gdc_launch_dependents(PDL)
-    Q_PROGRAMS: tl.constexpr = (Q + HEADS - 1) // HEADS
-    KV_PROGRAMS: tl.constexpr = (KV + HEADS - 1) // HEADS
-    row = tl.program_id(0).to(tl.int64)
-    program = tl.program_id(1)
-    head = tl.arange(0, HEADS)[:, None]
-    source = qkv + row * qkv_stride
-    position = tl.load(positions + row)
-    cos += position * HALF
-    sin += position * HALF
-    if program < Q_PROGRAMS:
-        head += program * HEADS
+    program = tl.program_id(0)
+    q_programs = tl.cdiv(num_rows * Q, HEADS)
+    kv_programs = tl.cdiv(num_rows * KV, HEADS)
+    if program < q_programs:
+        row, head, live = _heads_of(program, num_rows, Q, HEADS)
+        turn = (tl.load(positions + row, live, other=0) * HALF)[:, None]
+        row, head, live = row[:, None], head[:, None], live[:, None]
         _norm_and_rotate(
-            source + head * D, q_out + (row * Q + head) * D, None, None,
-            head, head < Q, q_weight, cos, sin,
+            qkv + row * qkv_stride + head * D, q_out + (row * Q + head) * D, None, None,
+            head, live, q_weight, cos + turn, sin + turn,
             eps, D, HALF, D_BLOCK, HALF_BLOCK, REST_BLOCK, PDL,
         )  # fmt: skip
-    else:
-        kv_slot = tl.load(kv_slots + row)
+    elif KV:
+        program -= q_programs
+        row, head, live = _heads_of(program % kv_programs, num_rows, KV, HEADS)
+        kv_slot = tl.load(kv_slots + row, live, other=0)
+        turn = (tl.load(positions + row, live, other=0) * HALF)[:, None]
         block, offset = kv_slot // BLOCK_SIZE, kv_slot % BLOCK_SIZE
-        if program < Q_PROGRAMS + KV_PROGRAMS:
-            head += (program - Q_PROGRAMS) * HEADS
-            written = ((block * KV + head) * BLOCK_SIZE + offset) * D
+        written = (((block * KV + head) * BLOCK_SIZE + offset) * D)[:, None]
+        row, head, live = row[:, None], head[:, None], live[:, None]
+        key = qkv + row * qkv_stride + (Q + head) * D
+        if program < kv_programs:
             _norm_and_rotate(
-                source + (Q + head) * D, keys + written, source + (Q + KV + head) * D, k_scales,
-                head, head < KV, k_weight, cos, sin,
+                key, keys + written, key + KV * D, k_scales,
+                head, live, k_weight, cos + turn, sin + turn,
                 eps, D, HALF, D_BLOCK, HALF_BLOCK, REST_BLOCK, PDL,
             )  # fmt: skip
         else:
-            head += (program - Q_PROGRAMS - KV_PROGRAMS) * HEADS
-            written = ((block * KV + head) * BLOCK_SIZE + offset) * D
             column = tl.arange(0, D_BLOCK)[None, :]
-            inside = (head < KV) & (column < D)
+            inside = live & (column < D)
             gdc_wait(PDL)
-            value = tl.load(source + (Q + KV + head) * D + column, inside, other=0.0)
+            value = tl.load(key + KV * D + column, inside, other=0.0)
             if values.dtype.element_ty != tl.uint8:
                 value = tl.where(_finite(value), value, 0.0)
             dtype = values.dtype.element_ty
-            stored = as_stored(value.to(tl.float32), v_scales, head, head < KV, dtype)
+            stored = as_stored(value.to(tl.float32), v_scales, head, live, dtype)
             tl.store(values + written + column, stored, inside)
 
 
@@ -183,10 +190,11 @@ def rope_and_cache(
     assert aligned(qkv, rotary.cos, rotary.sin, kv.keys, kv.values)
 
     q = qkv.new_empty(num_rows, shape.num_heads, head_dim)
-    heads = min(next_power_of_2(max(num_kv_heads, 1)), _MAX_HEADS_PER_PROGRAM)
-    programs = cdiv(shape.num_heads, heads) + 2 * cdiv(num_kv_heads, heads)
+    block = next_power_of_2(head_dim)
+    heads = max(_ELEMENTS // block, 1)
+    counts = shape.num_heads, num_kv_heads, num_kv_heads
     if num_rows:
-        _rope_and_cache_kernel[(num_rows, programs)](
+        _rope_and_cache_kernel[(sum(cdiv(num_rows * count, heads) for count in counts),)](
             qkv,
             q,
             as_bytes(kv.keys),
@@ -200,6 +208,7 @@ def rope_and_cache(
             qk_norm.q_weight if qk_norm else None,
             qk_norm.k_weight if qk_norm else None,
             qkv.stride(0),
+            num_rows,
             qk_norm.eps if qk_norm else 0.0,
             Q=shape.num_heads,
             KV=num_kv_heads,
@@ -207,7 +216,7 @@ def rope_and_cache(
             HALF=half,
             BLOCK_SIZE=block_size,
             HEADS=heads,
-            D_BLOCK=next_power_of_2(head_dim),
+            D_BLOCK=block,
             HALF_BLOCK=next_power_of_2(max(half, 1)),
             REST_BLOCK=next_power_of_2(max(head_dim - 2 * half, 1)),
             num_warps=4,

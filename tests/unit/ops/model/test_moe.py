@@ -11,7 +11,7 @@ import torch
 from helpers.compiled import compile_launches
 from sametoken.errors import UnsupportedError
 from sametoken.ops.backend import Routing
-from sametoken.ops.model import activation
+from sametoken.ops.model import activation, moe_rows_triton
 from sametoken.ops.model import moe as reference
 from sametoken.ops.model import moe_triton as experts
 from sametoken.ops.model.gemm import fp8
@@ -352,6 +352,26 @@ def test_every_tile_of_a_product(tile, gated, gather):
     expected = function(sums.cpu()).to(DEVICE)
     expected = expected[order] if gather else expected
     torch.testing.assert_close(out, expected, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "top_k", "count"), [(5, 2, 6), (150, 2, 5), (333, 3, 12), (40, 3, 3)]
+)
+def test_pairs_of_many_segments_are_grouped_in_order(rows, top_k, count, monkeypatch):
+    """One expert has none; the last segment is short."""
+    monkeypatch.setattr(moe_rows_triton, "_SEGMENT", 64)
+    chosen = torch.randint(0, count, (rows, top_k), generator=torch.Generator().manual_seed(rows))
+    chosen[chosen == 1] = 0
+    groups = RowGroups.of(chosen.to(DEVICE), count)
+    pairs = chosen.flatten()
+    found = pairs.bincount(minlength=count)
+    ids = sorted(range(count), key=lambda one: (not found[one], one))
+    assert groups.experts.tolist() == ids
+    assert groups.counts.tolist() == found[ids].tolist()
+    assert groups.starts.tolist() == (found.cumsum(0) - found)[ids].tolist()
+    for expert in range(count):
+        own = (pairs == expert).nonzero().flatten()
+        assert groups.members[expert, : len(own)].tolist() == own.tolist()
 
 
 def test_tiles_of_hopper_compile(tmp_path):

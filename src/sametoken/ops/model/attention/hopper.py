@@ -90,6 +90,7 @@ class HopperTable:
         splits: of more.
         narrow: for query tiles that fill the chip only at 64 queries a program.
         wide: for more.
+        narrow_width: rows of a run up to which ``narrow`` serves those, too.
     """
 
     few_columns: HopperConfig
@@ -98,6 +99,7 @@ class HopperTable:
     splits: HopperConfig
     narrow: HopperConfig
     wide: HopperConfig
+    narrow_width: int = 0
 
 
 #: Of heads of 256, for whose splits registers and shared memory have room for one program.
@@ -113,6 +115,7 @@ TABLES = {
         splits=HopperConfig(128, 4, 0, 128, programs=256, box=32),
         narrow=HopperConfig(128, 4, 1, 128),
         wide=HopperConfig(128, 4, 2, 168),
+        narrow_width=2048,
     ),
     128: HopperTable(
         few_columns=HopperConfig(128, 5, 0, 232, columns=16, box=32),
@@ -177,8 +180,9 @@ def choose(
     tiles = num_runs * cdiv(width, rows)
     partial_bytes = 4 * num_runs * width * shape.q_size * max_splits(max_seq_len)
     counters = tiles * shape.num_kv_heads
+    many = table.narrow if width <= table.narrow_width else table.wide
     if tiles > MAX_TILES or counters > MAX_COUNTERS or partial_bytes > MAX_PARTIAL_BYTES:
-        return table.wide
+        return many
     programs = most_tiles(num_runs, width, num_rows, rows) * shape.num_kv_heads
     if width * group <= QUERIES // 2 or programs < BUSY_PROGRAMS:
         columns = columns_of(width * group)
@@ -188,7 +192,7 @@ def choose(
         return table.splits if programs > FEW_PROGRAMS else table.few
     if width <= rows or programs < BUSY_PROGRAMS * table.wide.warp_groups:
         return table.narrow
-    return table.wide
+    return many
 
 
 def scratch_of(

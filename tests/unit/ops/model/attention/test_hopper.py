@@ -18,7 +18,8 @@ QWEN3 = AttentionShape(32, 8, 128)
 
 
 def _forms(table: hopper.HopperTable) -> list[hopper.HopperConfig]:
-    return [getattr(table, field.name) for field in fields(table)]
+    values = [getattr(table, field.name) for field in fields(table)]
+    return [value for value in values if isinstance(value, hopper.HopperConfig)]
 
 
 @pytest.fixture
@@ -106,6 +107,17 @@ def test_few_queries_are_spread_over_programs(num_runs, width, chosen):
     table = hopper.table_for(QWEN3)
     rows = num_runs * width
     assert hopper.choose(num_runs, width, rows, QWEN3, 4096) == getattr(table, chosen)
+
+
+@pytest.mark.parametrize(
+    ("num_runs", "width", "chosen"),
+    [(7, 300, "narrow"), (256, 512, "narrow"), (1, 2048, "narrow"), (1, 4096, "wide")],
+)
+def test_short_prompts_of_small_heads_run_in_small_programs(num_runs, width, chosen):
+    """In a padded step too, whose runs cannot all be of that width."""
+    shape = AttentionShape(64, 8, 64)
+    config = hopper.choose(num_runs, width, 4096, shape, 4096)
+    assert config == getattr(hopper.table_for(shape), chosen)
 
 
 @pytest.mark.parametrize(

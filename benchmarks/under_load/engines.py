@@ -231,7 +231,7 @@ def weights_as_ours(model: Any) -> None:
             tensor.fill_(1)
         elif name.endswith("e_score_correction_bias"):
             tensor.zero_()
-        elif name.endswith("weight_scale"):
+        elif name.endswith(("weight_scale", "weight_scale_inv")):
             tensor.fill_(1 if ".gate." in name else 1e-3)
         elif tensor.is_floating_point() and tensor.dim() > 1:
             size = 1e-3

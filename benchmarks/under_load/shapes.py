@@ -35,6 +35,12 @@ def _float8(strategy: str, dynamic: bool) -> dict[str, Any]:
 
 
 FP8 = _compressed("float-quantized", _float8("channel", False), _float8("token", True))
+_BLOCKS = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 W4A16 = _compressed("pack-quantized", _INT4 | {"dynamic": False}, None)
 
@@ -169,6 +175,12 @@ QWEN3_MOE = QWEN3_8B | {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
+}
+# Qwen/Qwen3-8B-FP8 and Qwen/Qwen3-30B-A3B-FP8: a scale per 128 x 128 elements of a weight
+FP8_BLOCKS = {"quantization_config": _BLOCKS}
+FP8_BLOCKS_MOE = {
+    "quantization_config": _BLOCKS
+    | {"modules_to_not_convert": [f"model.layers.{layer}.mlp.gate" for layer in range(48)]}
 }
 # nvidia/Nemotron-3.5-Lightning-30B-A3B: Nano's sizes, and an MTP module
 NEMOTRON = _BF16 | {
@@ -356,9 +368,11 @@ SHAPES = {
     "qwen3-8b": QWEN3_8B,
     "eagle3-qwen3-8b": QWEN3_8B | _HEAD,
     "qwen3-8b-fp8": QWEN3_8B | FP8,
+    "qwen3-8b-fp8-blocks": QWEN3_8B | FP8_BLOCKS,
     "qwen3-8b-w4a16": QWEN3_8B | W4A16,
     "qwen3-30b-a3b": QWEN3_MOE,
     "qwen3-30b-a3b-fp8": QWEN3_MOE | FP8,
+    "qwen3-30b-a3b-fp8-blocks": QWEN3_MOE | FP8_BLOCKS_MOE,
     "lightning-30b-a3b": NEMOTRON,
     "glm-4.7-flash": GLM_FLASH,
     "gpt-oss-20b": GPT_OSS,

@@ -37,7 +37,8 @@ WORKLOADS = {
     "q35": [*FEW, "mixed:384", "long:8x16384", "long:1x32000"],
     "q35mtp3": [*FEW, "mixed:384"],
     "ngram5": NGRAM,
-    **dict.fromkeys(("fp8", "w4a16", "moe", "moefp8", "nemotron", "nemotronmtp5"), STEPS),
+    **dict.fromkeys(("fp8", "fp8blocks", "w4a16", "moe", "moefp8", "moefp8blocks"), STEPS),
+    **dict.fromkeys(("nemotron", "nemotronmtp5"), STEPS),
     **{
         name: [*STEPS, "long:8x16384"]
         for name in ("glm", "glmmtp3", "gptoss", "gemma3", "graniteh")

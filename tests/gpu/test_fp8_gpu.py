@@ -16,7 +16,7 @@ from helpers.hybrids import twin_config, twin_tensors
 from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.loader import load_model, read_config
 from sametoken.ops.dispatch import select_kernels
-from sametoken.ops.model.gemm import fp8
+from sametoken.ops.model.gemm import blocks_hopper, fp8
 from sametoken.ops.model.gemm.fp8 import Fp8Weight
 from sametoken.ops.model.gemm.fp8_triton import (
     DEPTH,
@@ -25,11 +25,13 @@ from sametoken.ops.model.gemm.fp8_triton import (
     product,
     rounded,
 )
+from sametoken.ops.model.gemm.triton import Scaling, tiled_product
 from sametoken.ops.model.gemm.tuning import (
     GemmShape,
     TritonConfig,
 )
 from sametoken.ops.model.norm_triton import add_rms_norm, rms_norm, rounding_rms_norm
+from sametoken.ops.weight import Rounding
 
 CUDA = torch.device("cuda")
 MAX_TOKENS = 64
@@ -77,6 +79,25 @@ def logits(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
 
 
 # Products
+
+
+@pytest.mark.parametrize("epilogue", ["none", "bias", "silu_mul", "logits"])
+@pytest.mark.parametrize(
+    ("features", "depth"), [(4096, 4096), (1536, 2048), (2816, 2880), (768, 7168), (256, 144)]
+)
+def test_scales_of_blocks_have_the_bits_of_triton_s_kernel(features, depth, epilogue):
+    """Whatever the rows: fewer than a tile has, one more than some, many strips of tiles."""
+    drawn = torch.Generator("cuda").manual_seed(0)
+    blocks = torch.rand(features // 128, -(-depth // 128), generator=drawn, device=CUDA) + 0.5
+    scales = blocks.repeat_interleave(128, dim=0)
+    matrix = normal(features, depth, seed=1).to(torch.float8_e4m3fn)
+    bias = normal(features, seed=2) if epilogue == "bias" else None
+    for rows in (1, 63, 65, 127, 128, 129, 300, 1000, 4097):
+        values, row_scales = rounded(normal(rows, depth), Rounding(grouped=True))
+        given = values, matrix, epilogue, bias, Scaling(scales, row_scales, torch.bfloat16)
+        expected = tiled_product(GATED_CONFIGS[2], *given)
+        for _ in range(3):
+            assert torch.equal(blocks_hopper.product(*given), expected)
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,8 @@ class TritonKernels:
 
     def pack_fp8(self, matrix: Fp8Matrix, dtype: torch.dtype) -> Fp8DeviceWeight:
         _require_float8(matrix.values.device)
-        return self._quantized.watch(Fp8DeviceWeight(matrix.values, matrix.scale, matrix.rounding))
+        parts = matrix.values, matrix.scale, matrix.rounding, matrix.blocks
+        return self._quantized.watch(Fp8DeviceWeight(*parts))
 
     def pack_int4(self, matrix: Int4Matrix | IntegerMatrix, dtype: torch.dtype) -> Int4DeviceWeight:
         return self._quantized.watch(Int4DeviceWeight.of(matrix, self.table, dtype))

@@ -84,11 +84,14 @@ class Fp8Matrix:
         scale: fp32, contiguous, factors on the values: [N] by row, or [N, ceil(K / 128)] by row
             and 128 features.
         rounding: how products round activations; None: they do not.
+        blocks: whether scales are of groups, and alike for the rows from each multiple of 128 on,
+            128 or up to the last.
     """
 
     values: Tensor
     scale: Tensor
     rounding: Rounding | None
+    blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

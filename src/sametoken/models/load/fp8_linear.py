@@ -89,7 +89,8 @@ class Fp8Linear:
                 else torch.tensor(fixed, dtype=torch.float32, device=reader.device)
             )
             rounding = Rounding(self._by_group, scale, self.activations == "group_ue8m0")
-        return reader.kernels.pack_fp8(Fp8Matrix(values, scales, rounding), reader.dtype)
+        blocks = self.scales == "block" and self._are_whole(reader, parts)
+        return reader.kernels.pack_fp8(Fp8Matrix(values, scales, rounding, blocks), reader.dtype)
 
     @property
     def _by_group(self) -> bool:
@@ -111,6 +112,18 @@ class Fp8Linear:
             by_row = scale.reshape(-1).expand(part.rows)
             share = reader.share(part.of_rows(), ())
         return share.of(by_row, device=reader.device)
+
+    def _are_whole(self, reader: WeightReader, parts: tuple[Part, ...]) -> bool:
+        """Whether each 128 rows of this rank's shares, one after the other, are of one block."""
+        blocks = torch.cat(
+            [
+                reader.share(part.of_rows(), ()).of(
+                    torch.arange(part.rows) // BLOCK + (place << 32)
+                )
+                for place, part in enumerate(parts)
+            ]
+        )
+        return torch.equal(blocks, blocks[torch.arange(len(blocks)) // BLOCK * BLOCK])
 
     def _input_scale(self, reader: WeightReader, part: Part) -> float | None:
         """The static scale of a part's activations; None without one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import cycle
 from types import SimpleNamespace
 
@@ -221,6 +222,38 @@ def test_weights_stay_in_eight_bits_where_the_config_says_so(tmp_path):
     model = load(write_block(tmp_path))
     assert isinstance(model.layers[0].attention.qkv.weight, Fp8Weight)
     assert model.head.matrix.dtype == model.embedding.matrix.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "rank", "whole"),
+    [
+        ((256, 128), 1, 0, True),
+        ((256, 72), 1, 0, True),
+        ((200, 128), 1, 0, False),
+        ((64, 64), 1, 0, False),
+        ((384,), 2, 0, True),
+        ((384,), 2, 1, False),
+        ((256,), 4, 1, True),
+    ],
+)
+def test_blocks_are_whole_where_their_rows_begin_together(tmp_path, rows, size, rank, whole):
+    """Of several parts and of a rank's share, from each multiple of 128 rows on."""
+    parts = tuple(Part(f"fc{place}", n, split=Split.ROWS) for place, n in enumerate(rows))
+    tensors = {f"{part.name}.weight": torch.randn(part.rows, 128) for part in parts}
+    save_file(quantize_tensors(tensors, chosen=bool)[0], tmp_path / "model.safetensors")
+    reader = WeightReader(
+        open_weights(tmp_path),
+        ReferenceKernels(),
+        torch.float32,
+        torch.device("cpu"),
+        SimpleNamespace(size=size, rank=rank),
+    )
+    packed = []
+    reader = replace(reader, kernels=SimpleNamespace(pack_fp8=lambda one, _: packed.append(one)))
+    Fp8Linear("block", "group", ("weight_scale_inv",)).read(reader, 128, parts)
+    scales = packed[0].scale
+    assert packed[0].blocks == whole
+    assert whole == all((run == run[0]).all() for run in scales.split(128))
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])

@@ -90,10 +90,12 @@ class Fp8Weight(MatrixWeight):
         matrix: [N, K] float8 e4m3, contiguous.
         scale: fp32, contiguous: [N], or [N, groups] by row and ``GROUP`` features.
         rounding: how activations become float8; None: they do not.
+        blocks: see ``Fp8Matrix``.
     """
 
     scale: Tensor
     rounding: Rounding | None = BY_ROW
+    blocks: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -128,8 +130,8 @@ class Fp8Weight(MatrixWeight):
 
     def cut(self, token_ids: Tensor) -> Self:
         """See ``CutWeight``."""
-        bits = self.matrix.view(torch.uint8)[token_ids]
-        return replace(self, matrix=bits.view(self.matrix.dtype), scale=self.scale[token_ids])
+        matrix = self.matrix.view(torch.uint8)[token_ids].view(self.matrix.dtype)
+        return replace(self, matrix=matrix, scale=self.scale[token_ids], blocks=False)
 
 
 def group_width(in_features: int, scale: Tensor, rounding: Rounding | None) -> int:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.hopper import MULTIPROCESSORS, SHARED_MEMORY, is_hopper, shared_memory
-from sametoken.ops.model.gemm import streamed_hopper
+from sametoken.ops.model.gemm import blocks_hopper, streamed_hopper
 from sametoken.ops.model.gemm import triton as gemm
 from sametoken.ops.model.gemm.fp8 import (
     EXPONENT,
@@ -57,6 +57,9 @@ WIDE = 100_000
 
 #: From this depth of the sum, the largest tiles gain more than a launch loses by having fewer.
 LONG = 8192
+
+#: Elements that a program of small groups rounds at least.
+_ROUNDED_ELEMENTS = 2048
 
 #: Rows above which a tile is chosen by how well a launch fills the chip.
 FEW_ROWS = 64
@@ -231,8 +234,11 @@ def product(
     shape = GemmShape(weight.out_features, in_features, epilogue)
     values, x_scale = _operand(x, weight.rounding)
     scaling = Scaling(weight.scale, x_scale, x.dtype)
-    if config is None and is_hopper(values.device) and x_scale is not None and not scaling.grouped:
-        config = streamed_config(shape, rows, 1)
+    if config is None and is_hopper(values.device) and x_scale is not None:
+        if not scaling.grouped:
+            config = streamed_config(shape, rows, 1)
+        elif weight.blocks and x_scale.dim() == 2 and blocks_hopper.serves(shape, rows):
+            return blocks_hopper.product(values, weight.matrix, epilogue, bias, scaling)
     if isinstance(config, StreamedConfig):
         return streamed_hopper.product(config, values, weight.matrix, epilogue, bias, scaling)
     if config is None:
@@ -262,26 +268,29 @@ def rounded(x: Tensor, rounding: Rounding = BY_ROW) -> tuple[Tensor, Tensor]:
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     if rows:
         block = GROUP if rounding.grouped else triton.next_power_of_2(width)
-        _round_kernel[(rows, groups)](
+        lines = max(1, _ROUNDED_ELEMENTS // block)
+        _round_kernel[(triton.cdiv(rows * groups, lines),)](
             x,
             matrix,
             scale,
             rounding.scale,
+            rows * groups,
             width,
             LARGEST=LARGEST,
             MANTISSA=MANTISSA if rounding.powers else 0,
             EXPONENT=EXPONENT,
+            GROUPS=groups,
+            LINES=lines,
             BLOCK=block,
-            num_warps=1 if rounding.grouped else min(32, max(4, block // 512)),
+            num_warps=min(32, lines * block // 512),
             **pdl_options(x),
         )
     return matrix, scale
 
 
 @triton.jit
-def _step_of(value):
-    # tl.max skips NaN, which stays NaN in the row.
-    return tl.maximum(tl.max(tl.abs(value)), _TINY) * _STEP
+def _step_of(largest):
+    return tl.maximum(largest, _TINY) * _STEP
 
 
 @triton.jit
@@ -292,38 +301,44 @@ def store_rounded(
     inside,  # [BLOCK]
 ):
     """Store one row as ``rounded`` makes it ``BY_ROW``."""
-    step = _step_of(tl.where(inside, value, 0.0))
+    # tl.max skips NaN, which stays NaN in the row.
+    step = _step_of(tl.max(tl.where(inside, tl.abs(value), 0.0)))
     tl.store(out, (value * tl.div_rn(1.0, step)).to(out.dtype.element_ty), inside)
     tl.store(scale, step)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lines"])
 def _round_kernel(
     x,  # [rows, width]
     matrix,  # [rows, width] float8 e4m3
-    scale,  # [rows], or [rows, groups]: of each program
-    fixed,  # [], the scale of all rows, or None
+    scale,  # [rows, GROUPS], written: of each line
+    fixed,  # [], the scale of all lines, or None
+    num_lines,  # rows * GROUPS
     width,
     LARGEST: tl.constexpr,
     MANTISSA: tl.constexpr,  # 0: scales are no powers of two
     EXPONENT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK: tl.constexpr,  # elements of a group
     PDL: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    element = group * BLOCK + tl.arange(0, BLOCK)
-    at = row * width + element
+    """Round LINES groups of rows; the largest of a group is the same in any layout."""
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)[:, None]
+    element = line % GROUPS * BLOCK + tl.arange(0, BLOCK)[None, :]
+    at = (line // GROUPS).to(tl.int64) * width + element
+    inside = (line < num_lines) & (element < width)
     gdc_launch_and_wait(PDL)
-    value = tl.load(x + at, mask=element < width, other=0.0).to(tl.float32)
+    value = tl.load(x + at, inside, other=0.0).to(tl.float32)
     if fixed is not None:
         step = tl.load(fixed)
         value *= tl.div_rn(1.0, step)
         value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     else:
-        step = _step_of(value)
+        step = _step_of(tl.max(tl.abs(value), axis=1, keep_dims=True))
         if MANTISSA:
             step = (step.to(tl.int32, bitcast=True) + MANTISSA) & EXPONENT
             step = step.to(tl.float32, bitcast=True)
         value *= tl.div_rn(1.0, step)
-    tl.store(matrix + at, value.to(matrix.dtype.element_ty), mask=element < width)
-    tl.store(scale + row * tl.num_programs(1) + group, step)
+    tl.store(matrix + at, value.to(matrix.dtype.element_ty), inside)
+    tl.store(scale + line, step, line < num_lines)

@@ -118,7 +118,7 @@ def _form(one: _Checked | ExpertStack | Int4Panels) -> tuple[Hashable, ...]:
     rounding = one.rounding and (*one.rounding.form, one.rounding.scale is None)
     if isinstance(one, ExpertStack):
         return one.weight.shape, one.weight.dtype, _dim(one.scales), rounding
-    return one.matrix.shape, _dim(one.scale), rounding
+    return one.matrix.shape, _dim(one.scale), rounding, one.blocks
 
 
 def _dim(scales: Tensor | None) -> int:

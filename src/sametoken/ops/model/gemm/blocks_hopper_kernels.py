@@ -1,0 +1,170 @@
+"""Products of many float8 rows and a weight with scales of blocks on Hopper, in Gluon.
+
+A warp loads tiles of rows and features by TMA, 128 elements of the sum at a time, while two warp
+groups multiply them, each 64 rows. Products of 128 elements leave the tensor cores and are added
+times their scales, as in ``triton``; meanwhile the other group multiplies.
+"""
+
+# mypy: disallow-untyped-decorators=false, disallow-untyped-defs=false
+# mypy: disallow-incomplete-defs=false
+# mypy: disable-error-code=assignment
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra import cuda
+
+from sametoken.ops.hopper_layouts import load_box, new_barriers, products, swizzled
+from sametoken.ops.model.activation_triton import activated
+from sametoken.ops.model.gemm.triton import first_row_of
+
+#: Rows of a warp group, and rows and features of a block: features that share scales, elements of
+#: the sum that do, and bytes of a line.
+GROUP_ROWS = gl.constexpr(64)
+BLOCK = gl.constexpr(128)
+#: Tiles of rows whose features are computed together, so that both stay in L2.
+ROW_TILES = gl.constexpr(16)
+
+
+@gluon.jit
+def _tile_at(place, sizes):
+    """First row and first feature of the tile that comes at a place of the order of tiles."""
+    rows, row_tiles, num_tiles, _, _ = sizes
+    in_strip = ROW_TILES * (num_tiles // row_tiles)
+    first = place // in_strip * ROW_TILES
+    height = gl.minimum(ROW_TILES, row_tiles - first)
+    row = first_row_of(first + place % in_strip % height, rows, 2 * GROUP_ROWS)
+    return row, place % in_strip // height * BLOCK
+
+
+@gluon.jit
+def _load(
+    x, weight, shared, sizes, GATED: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The loading warp. It waits for the kernel before once weights are on their way."""
+    x_boxes, w_boxes, full, free = shared
+    _, _, num_tiles, groups, out_features = sizes
+    BLOCKS: gl.constexpr = 2 if GATED else 1
+    n = 0 * groups
+    for place in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        row, feature = _tile_at(place, sizes)
+        for group in range(groups):
+            slot = n % SLOTS
+            mbarrier.wait(free.index(slot), ((n // SLOTS) & 1) ^ 1)
+            mbarrier.expect(full.index(slot), (BLOCKS + 1) * BLOCK * BLOCK)
+            at = group * BLOCK
+            for block in gl.static_range(BLOCKS):
+                begin = [feature + block * out_features, at]
+                load_box(weight, begin, full.index(slot), w_boxes.index(slot * BLOCKS + block))
+            if PDL and n == 0:
+                cuda.gdc_wait()
+            load_box(x, [row, at], full.index(slot), x_boxes.index(slot * 2))
+            load_box(x, [row + GROUP_ROWS, at], full.index(slot), x_boxes.index(slot * 2 + 1))
+            n += 1
+
+
+@gluon.jit
+def _with_block(sums, x, w, factor):
+    """Sums [rows, features] and the products of a block times a factor of each row."""
+    SUMS: gl.constexpr = products(BLOCK, 32)
+    part = gl.zeros([GROUP_ROWS, BLOCK], gl.float32, SUMS)
+    part = warpgroup_mma(x, w.permute((1, 0)), part, use_acc=False, is_async=True)
+    part = warpgroup_mma_wait(0, deps=(part,))
+    return gl.fma(part, factor[:, None] + gl.zeros_like(part), sums)
+
+
+@gluon.jit
+def _store(out, bias, values, row, rows, feature, out_features):
+    """Store [rows, features] of a warp group, with the bias, if any; neighbours by a thread."""
+    if bias is not None:
+        column = feature + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, values.type.layout))
+        values += gl.load(bias + column, mask=column < out_features, other=0.0)[None, :]
+    NEAR: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    values = gl.convert_layout(values.to(out.dtype.element_ty), NEAR)
+    line = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, NEAR))
+    column = feature + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, NEAR))
+    at = out + line.to(gl.int64)[:, None] * out_features + column[None, :]
+    gl.store(at, values, mask=(line < rows)[:, None] & (column < out_features)[None, :])
+
+
+@gluon.jit
+def _multiply(
+    given, shared, sizes, GROUP: gl.constexpr, GATED: gl.constexpr, SLOTS: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """A warp group: its 64 rows of each tile."""
+    w_scales, x_scales, bias, out = given
+    x_boxes, w_boxes, full, free = shared
+    rows, _, num_tiles, groups, out_features = sizes
+    SUMS: gl.constexpr = products(BLOCK, 32)
+    BLOCKS: gl.constexpr = 2 if GATED else 1
+    if PDL:
+        cuda.gdc_wait()
+    n = 0 * groups
+    for place in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        row, feature = _tile_at(place, sizes)
+        row += GROUP * GROUP_ROWS
+        line = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, SUMS))
+        x_at = x_scales + gl.minimum(line, rows - 1) * groups
+        w_at = w_scales + feature * groups
+        up_at = w_at + out_features * groups
+        sums = gl.zeros([GROUP_ROWS, BLOCK], gl.float32, SUMS)
+        up = sums
+        for group in range(groups):
+            x_scale, w_scale = gl.load(x_at + group), gl.load(w_at + group)
+            if GATED:
+                up_scale = gl.load(up_at + group)
+            slot = n % SLOTS
+            mbarrier.wait(full.index(slot), (n // SLOTS) & 1)
+            x = x_boxes.index(slot * 2 + GROUP)
+            sums = _with_block(sums, x, w_boxes.index(slot * BLOCKS), w_scale * x_scale)
+            if GATED:
+                up = _with_block(up, x, w_boxes.index(slot * BLOCKS + 1), up_scale * x_scale)
+            mbarrier.arrive(free.index(slot))
+            n += 1
+        if GATED:
+            sums = activated(sums, up, out.dtype.element_ty, "silu_mul")
+        _store(out, bias, sums, row, rows, feature, out_features)
+
+
+@gluon.jit(do_not_specialize=["rows", "row_tiles", "num_tiles"])
+def blocks_kernel(
+    x,  # descriptor of [rows, in_features] float8
+    weight,  # descriptor of [out_features, in_features] float8, twice as many if GATED
+    w_scales,  # [weight's rows, groups] fp32, alike for the rows of a block
+    x_scales,  # [rows, groups] fp32
+    bias,  # [out_features], or None
+    out,  # [rows, out_features], written
+    rows,
+    row_tiles,
+    num_tiles,
+    groups,
+    out_features,
+    GATED: gl.constexpr,  # gate and up of a tile's features are computed, then SiLU
+    SLOTS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Products in tiles of 128 x 128, which are shared out among the programs in turn."""
+    if PDL:
+        cuda.gdc_launch_dependents()
+    LAYOUT: gl.constexpr = swizzled(x.dtype)
+    x_boxes = gl.allocate_shared_memory(x.dtype, [SLOTS * 2, GROUP_ROWS, BLOCK], LAYOUT)
+    w_boxes = gl.allocate_shared_memory(
+        x.dtype, [SLOTS * (2 if GATED else 1), BLOCK, BLOCK], LAYOUT
+    )
+    full, free = new_barriers(SLOTS, 1), new_barriers(SLOTS, 2)
+    given, shared = (w_scales, x_scales, bias, out), (x_boxes, w_boxes, full, free)
+    sizes = (rows, row_tiles, num_tiles, groups, out_features)
+    gl.warp_specialize(
+        [
+            (_multiply, (given, shared, sizes, 0, GATED, SLOTS, PDL)),
+            (_multiply, (given, shared, sizes, 1, GATED, SLOTS, PDL)),
+            (_load, (x, weight, shared, sizes, GATED, SLOTS, PDL)),
+        ],
+        [4, 1], [240, 24],
+    )  # fmt: skip

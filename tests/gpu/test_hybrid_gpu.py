@@ -26,7 +26,8 @@ from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.engine.build import build_engine
 from sametoken.ops.backend import Routing
 from sametoken.ops.model.gated_delta_rule import triton as gated_delta_rule
-from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
+from sametoken.ops.model.moe_stack import ExpertStack
+from sametoken.ops.model.moe_triton import StackedExperts
 from sametoken.runner.swap import SwapStore
 
 SIZES = HYBRID_SIZES

@@ -16,7 +16,8 @@ from helpers.nemotron import nemotron_config, nemotron_tensors
 from sametoken.ops.backend import Routing
 from sametoken.ops.model import activation, activation_triton, norm_rope, norm_triton
 from sametoken.ops.model.mamba2 import triton
-from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
+from sametoken.ops.model.moe_stack import ExpertStack
+from sametoken.ops.model.moe_triton import StackedExperts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MAX_TOKENS = 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product as cartesian
 
 import pytest
@@ -32,7 +33,8 @@ from sametoken.ops.model.gemm.product import product as product_of_matrix
 from sametoken.ops.model.gemm.tuning import CANONICAL, GemmShape, streamed_config
 from sametoken.ops.model.moe import SeparateExperts
 from sametoken.ops.model.moe_gate_triton import moe_gate
-from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
+from sametoken.ops.model.moe_stack import ExpertStack
+from sametoken.ops.model.moe_triton import StackedExperts
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.weight import Int4Matrix, IntegerMatrix, Rounding
 
@@ -368,6 +370,38 @@ def test_float8_experts_have_the_row_law(by_group, rounding):
     for rows in (1, 2, 17, 64, 257):
         parts = (x[:rows].clone(), chosen[:rows].clone(), weights[:rows].clone())
         assert torch.equal(stacked(*parts), whole[:rows])
+
+
+@pytest.mark.parametrize("rounding", ["groups", "powers"])
+@pytest.mark.parametrize(("hidden", "inner", "top_k"), [(2048, 768, 8), (2880, 384, 3)])
+def test_experts_with_scales_of_blocks_have_the_bits_of_other_kernels(
+    hidden, inner, top_k, rounding
+):
+    """Routers have a favourite, and one expert nobody chooses; alone, a row has other kernels."""
+    count, rows = 32, 3000
+    drawn = torch.Generator("cuda").manual_seed(3)
+
+    def stack(features: int, depth: int, seed: int) -> ExpertStack:
+        sizes = count, -(-features // 128), -(-depth // 128)
+        scales = torch.rand(sizes, device=CUDA, generator=drawn).add_(0.5).mul_(depth**-0.5)
+        values = normal(count, features, depth, seed=seed).to(torch.float8_e4m3fn)
+        by_row = scales.repeat_interleave(128, dim=1)[:, :features].contiguous()
+        return ExpertStack(values, by_row, ROUNDINGS[rounding](), True)
+
+    stacked = StackedExperts(stack(2 * inner, hidden, 6), stack(hidden, inner, 7))
+    x, logits = normal(rows, hidden, seed=4), normal(rows, count, seed=5).float()
+    logits[:, 3] += 2
+    logits[:, 4] = -100
+    chosen, weights = moe_gate(logits, Routing(top_k, True))
+    whole = stacked(x, chosen, weights)
+    assert whole.isfinite().all()
+    others = (replace(one, blocks=False) for one in (stacked.gate_up, stacked.down))
+    for _ in range(3):
+        assert torch.equal(stacked(x, chosen, weights), whole)
+    assert torch.equal(StackedExperts(*others)(x, chosen, weights), whole)
+    for size in (1, 17, 300, 1100, 2999):
+        parts = (x[:size].clone(), chosen[:size].clone(), weights[:size].clone())
+        assert torch.equal(stacked(*parts), whole[:size])
 
 
 @pytest.mark.parametrize(("e2m1", "width"), [(False, 32), (True, 32), (True, 16)])

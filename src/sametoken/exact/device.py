@@ -22,7 +22,8 @@ from sametoken.ops.gradients.experts_triton import Activation, expert_gradients
 from sametoken.ops.gradients.rows_triton import norm_gradients, rotary_gradients, silu_mul_gradient
 from sametoken.ops.model.activation_triton import silu_mul
 from sametoken.ops.model.moe import gate_scores, gate_weights
-from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
+from sametoken.ops.model.moe_stack import ExpertStack
+from sametoken.ops.model.moe_triton import StackedExperts
 from sametoken.ops.model.norm_triton import add_rms_norm_apart
 from sametoken.ops.weight import Experts, GeluExperts, Weight
 

@@ -52,7 +52,8 @@ from sametoken.ops.model.low_rank import AdaptedWeight, Room, RowAdapters
 from sametoken.ops.model.low_rank_experts import ExpertSizes
 from sametoken.ops.model.low_rank_experts_triton import AdaptedStackedExperts
 from sametoken.ops.model.low_rank_triton import StackedUpdates
-from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
+from sametoken.ops.model.moe_stack import ExpertStack
+from sametoken.ops.model.moe_triton import StackedExperts
 from sametoken.ops.model.recurrent import triton as recurrent
 from sametoken.ops.sampling import logits_rules_triton as logits_rules
 from sametoken.ops.sampling import sample_triton as sampling
@@ -334,7 +335,8 @@ def _stacked(weights: Sequence[Weight]) -> ExpertStack | Int4Panels:
         _require_alike(len(same), len(weights))
         bits = torch.stack([one.matrix.view(torch.uint8) for one in same])
         scales = torch.stack([one.scale for one in same])
-        return ExpertStack(bits.view(torch.float8_e4m3fn), scales, first.rounding)
+        whole = all(one.blocks for one in same)
+        return ExpertStack(bits.view(torch.float8_e4m3fn), scales, first.rounding, whole)
     if isinstance(first, Int4DeviceWeight):
         return _stacked_int4(
             [one for one in weights if isinstance(one, Int4DeviceWeight)], len(weights)

@@ -47,7 +47,8 @@ from sametoken.ops.model.low_rank import Room, RowAdapters
 from sametoken.ops.model.low_rank_experts import ExpertSizes
 from sametoken.ops.model.low_rank_experts_triton import AdaptedStackedExperts
 from sametoken.ops.model.mamba2.rule import Mamba2
-from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
+from sametoken.ops.model.moe_stack import ExpertStack
+from sametoken.ops.model.moe_triton import StackedExperts
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import TritonKernels
 from sametoken.ops.weight import Int4Matrix

@@ -77,6 +77,46 @@ class RowGroups:
         return min(self.members.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class RowTiles:
+    """Tiles of the experts' rows, which lie by expert: each has rows of one.
+
+    Attributes:
+        count: [1] int32, tiles.
+        experts: [most] int32, the expert of each.
+        firsts: [most] int32, its first row.
+        ends: [most] int32, the row after its expert's last.
+        order: [pairs] int32, the pair of each row.
+    """
+
+    count: Tensor
+    experts: Tensor
+    firsts: Tensor
+    ends: Tensor
+    order: Tensor
+
+    @classmethod
+    def of(cls, groups: RowGroups, rows: int) -> RowTiles:
+        """Cut groups into tiles of up to ``rows`` rows."""
+        num_experts, pairs = groups.members.shape
+        most = groups.most_chosen + pairs // rows
+        parts = [groups.counts.new_empty(size) for size in (1, most, most, most, pairs)]
+        _tiles_kernel[(most,)](
+            groups.experts,
+            groups.counts,
+            groups.starts,
+            groups.members,
+            *parts,
+            pairs,
+            NUM_EXPERTS=num_experts,
+            E_BLOCK=next_power_of_2(num_experts),
+            ROWS=rows,
+            num_warps=4,
+            **pdl_options(groups.counts),
+        )
+        return cls(*parts)
+
+
 #: Adds to a product of each pair's row: of rows, results, groups, and the pairs of a row; 0 as for
 #: rows that lie by expert, and results that do not.
 AddToPairs = Callable[[Tensor, Tensor, RowGroups, int], None]
@@ -207,6 +247,45 @@ def _group_kernel(
             tl.store(counts + rank, count, expert < NUM_EXPERTS)
             start = tl.sum(tl.where(ids < expert, pairs_of, 0), axis=0)
             tl.store(starts + rank, start, expert < NUM_EXPERTS)
+
+
+@_jit_over_pairs
+def _tiles_kernel(
+    experts,  # [E], as are the next two those of ``RowGroups``
+    counts,
+    starts,
+    members,  # [E, num_pairs]
+    count,  # [1], written
+    tile_experts,  # [most], written
+    firsts,  # [most], written
+    ends,  # [most], written
+    order,  # [num_pairs], written
+    num_pairs,
+    NUM_EXPERTS: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Find one tile; the last programs may have none."""
+    gdc_launch_and_wait(PDL)
+    tile = tl.program_id(0)
+    rank = tl.arange(0, E_BLOCK)
+    tiles = tl.cdiv(tl.load(counts + rank, rank < NUM_EXPERTS, other=0), ROWS)
+    following = tl.cumsum(tiles, 0)
+    if tile == 0:
+        tl.store(count, tl.sum(tiles, 0))
+    own = tl.sum((following <= tile).to(tl.int32), 0)
+    if own < NUM_EXPERTS:
+        before = tl.max(tl.where(following <= tile, following, 0), 0)
+        expert, start = tl.load(experts + own), tl.load(starts + own)
+        end = start + tl.load(counts + own)
+        first = start + (tile - before) * ROWS
+        tl.store(tile_experts + tile, expert)
+        tl.store(firsts + tile, first)
+        tl.store(ends + tile, end)
+        row = first + tl.arange(0, ROWS)
+        pair = tl.load(members + expert.to(tl.int64) * num_pairs + row - start, row < end, other=0)
+        tl.store(order + row, pair, row < end)
 
 
 @triton.jit

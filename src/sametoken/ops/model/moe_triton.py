@@ -18,44 +18,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sametoken.ops.hopper import has_hoppers_memory
+from sametoken.ops.model import moe_blocks_hopper
 from sametoken.ops.model.activation_triton import Activation, activated
 from sametoken.ops.model.gemm.fp8_triton import rounded
 from sametoken.ops.model.gemm.int4_panels import ONE, Int4Panels, gate_and_up, int4_sums
 from sametoken.ops.model.gemm.triton import finished, groups_of, scaled, with_products
 from sametoken.ops.model.moe_rows_triton import AddToPairs, RowGroups, combine
+from sametoken.ops.model.moe_stack import ExpertStack
 from sametoken.ops.model.moe_tiles import ExpertTile, expert_tile, panels_tile
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options, supports_pdl
-from sametoken.ops.weight import ClampedExperts, ExpertForm, Rounding
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertStack:
-    """All experts' matrices of one product: [E, N, K], gate before up where both are.
-
-    Attributes:
-        weight: of the model's dtype or float8 e4m3.
-        scales: of float8, fp32: [E, N], or [E, N, groups] by row and 128 features.
-        rounding: of activations before a float8 product; None: none.
-    """
-
-    weight: Tensor
-    scales: Tensor | None = None
-    rounding: Rounding | None = None
-
-    @property
-    def out_features(self) -> int:
-        """N."""
-        return self.weight.shape[1]
-
-    @property
-    def in_features(self) -> int:
-        """K."""
-        return self.weight.shape[2]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of matrices and scales."""
-        return self.weight.nbytes + (0 if self.scales is None else self.scales.nbytes)
+from sametoken.ops.weight import ClampedExperts, ExpertForm
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -320,17 +292,34 @@ def moe_forward(
         beside: [T, H] in that dtype, added to the rounded sum; None: nothing.
         updates: each adds to the results of a product, before what follows it.
     """
-    num_rows, top_k = chosen.shape
+    num_rows = len(chosen)
     matrices = _matrix(experts.gate_up), _matrix(experts.down)
-    hidden, inner = experts.down.out_features, experts.down.in_features
     assert all(tensor.is_contiguous() for tensor in (x, *matrices, chosen, weights))
-    assert x.shape == (num_rows, hidden)
+    assert x.shape == (num_rows, experts.down.out_features)
     out = torch.empty_like(x, dtype=dtype)
     if not num_rows:
         return out
-    groups = RowGroups.of(chosen, experts.num_experts)
+    groups, outputs = RowGroups.of(chosen, experts.num_experts), None
+    if updates is None and experts.form is None:
+        stacks = experts.gate_up, experts.down
+        outputs = moe_blocks_hopper.outputs(x, *stacks, groups, out.dtype)
+    if outputs is None:
+        outputs = _outputs(x, experts, groups, out.dtype, updates)
+    combine(outputs, weights, out, beside)
+    return out
+
+
+def _outputs(
+    x: Tensor,
+    experts: StackedExperts,
+    groups: RowGroups,
+    dtype: torch.dtype,
+    updates: tuple[AddToPairs, AddToPairs] | None,
+) -> Tensor:
+    """Outputs of the experts of all pairs, in order: [pairs, H]."""
     first, second = _biases(experts)
-    pairs, follows = num_rows * top_k, _activation_of(experts)
+    pairs, follows = groups.members.shape[1], _activation_of(experts)
+    hidden, inner, top_k = experts.down.out_features, experts.down.in_features, pairs // len(x)
     if updates is None:
         features = x.new_empty(pairs, inner)  # by expert, so that down's rows lie together
         _product(x, experts.gate_up, first, groups, features, top_k, follows)
@@ -340,12 +329,11 @@ def moe_forward(
         _product(x, experts.gate_up, first, groups, sums, top_k, put_off)
         updates[0](x, sums, groups, top_k)
         features = follows.of(sums)
-    outputs = out.new_empty(pairs, hidden)
+    outputs = x.new_empty((pairs, hidden), dtype=dtype)
     _product(features, experts.down, second, groups, outputs, 0, Activation("none"))
     if updates is not None:
         updates[1](features, outputs, groups, 0)
-    combine(outputs, weights, out, beside)
-    return out
+    return outputs
 
 
 def _biases(experts: StackedExperts) -> tuple[Tensor | None, Tensor | None]:

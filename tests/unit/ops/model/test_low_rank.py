@@ -12,7 +12,8 @@ from sametoken.ops.model.low_rank import Chosen, Factors, Room, RowAdapters
 from sametoken.ops.model.low_rank_experts import ExpertFactors, ExpertSizes
 from sametoken.ops.model.low_rank_experts_triton import AdaptedStackedExperts
 from sametoken.ops.model.low_rank_triton import StackedUpdates
-from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
+from sametoken.ops.model.moe_stack import ExpertStack
+from sametoken.ops.model.moe_triton import StackedExperts
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.weight import ClampedExperts
@@ -283,7 +284,8 @@ for rows, out in ((1, bf16), (40, torch.float32), (600, bf16)):
 from sametoken.ops.model.low_rank import RowAdapters
 from sametoken.ops.model.low_rank_experts import ExpertSizes
 from sametoken.ops.model.low_rank_experts_triton import AdaptedStackedExperts
-from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
+from sametoken.ops.model.moe_stack import ExpertStack
+from sametoken.ops.model.moe_triton import StackedExperts
 
 for parts, out in ((2, bf16), (1, torch.float32)):
     stacks = [torch.zeros(4, *size, dtype=bf16) for size in ((parts * 48, 200), (200, 48))]

@@ -25,8 +25,9 @@ from sametoken.ops.model.low_rank_experts_triton import AdaptedStackedExperts
 from sametoken.ops.model.moe import SeparateExperts
 from sametoken.ops.model.moe_gate_triton import moe_gate
 from sametoken.ops.model.moe_rows_triton import RowGroups
+from sametoken.ops.model.moe_stack import ExpertStack
 from sametoken.ops.model.moe_tiles import ExpertTile
-from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
+from sametoken.ops.model.moe_triton import StackedExperts
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import _stacked as stacked
 from sametoken.ops.weight import ClampedExperts, GeluExperts, Int4Matrix, Rounding
@@ -235,7 +236,8 @@ def test_clamped_experts_compile(tmp_path):
 from sametoken.ops.model.moe_rows_triton import RowGroups
 from sametoken.ops.model.moe_tiles import ExpertTile
 from sametoken.ops.model.activation_triton import Activation
-from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts, _product
+from sametoken.ops.model.moe_stack import ExpertStack
+from sametoken.ops.model.moe_triton import StackedExperts, _product
 from sametoken.ops.weight import ClampedExperts
 
 gate_up, down = (torch.zeros(3, *size, dtype=torch.bfloat16) for size in ((192, 64), (64, 96)))
@@ -379,6 +381,7 @@ def test_tiles_of_hopper_compile(tmp_path):
     code = """
 from sametoken.ops.model import moe_triton as experts
 from sametoken.ops.model.moe_rows_triton import RowGroups
+from sametoken.ops.model.moe_stack import ExpertStack
 from sametoken.ops.model.moe_tiles import expert_tile
 from sametoken.ops.weight import Rounding
 
@@ -392,7 +395,7 @@ for elements, mean_rows, whole in (*SIXTEEN_BITS, *FLOAT8):
         weight = torch.zeros(3, features, 192, dtype=dtype)
         scales = None if elements == 2 else torch.zeros(3, features)
         x = torch.zeros(8, 192, dtype=torch.bfloat16)
-        stack = experts.ExpertStack(weight, scales, None if scales is None else Rounding())
+        stack = ExpertStack(weight, scales, None if scales is None else Rounding())
         tile = expert_tile(mean_rows, 256, 192, elements, name == "silu_mul", True, whole)
         out = torch.zeros(8, 256, dtype=torch.bfloat16)
         experts._product(x, stack, None, groups, out, gather, experts.Activation(name), tile)
@@ -536,6 +539,7 @@ def test_tiles_of_many_rows_fit_a_newer_gpu_with_less_memory(tmp_path):
 from sametoken.ops.model import moe_triton as experts
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.moe_rows_triton import RowGroups
+from sametoken.ops.model.moe_stack import ExpertStack
 
 experts.has_hoppers_memory = lambda tensor: False
 experts.supports_pdl = lambda tensor: True
@@ -543,7 +547,7 @@ groups = RowGroups.of(torch.zeros(600, 2, dtype=torch.int64), 3)
 words, scales = torch.zeros(3, 512, 32, dtype=torch.int32), torch.zeros(3, 8, 512)
 panels = Int4Panels(words, scales, scales.int(), 256, False, True)
 half, full = torch.bfloat16, torch.float32
-stacks = [(experts.ExpertStack(torch.zeros(3, 512, 256, dtype=one)), one) for one in (half, full)]
+stacks = [(ExpertStack(torch.zeros(3, 512, 256, dtype=one)), one) for one in (half, full)]
 for stack, dtype in (*stacks, (panels, half)):
     x, out = torch.zeros(600, 256, dtype=dtype), torch.zeros(1200, 256, dtype=dtype)
     experts._product(x, stack, None, groups, out, 2, experts.Activation("silu_mul"))

@@ -13,10 +13,14 @@ from sametoken.ops.launch_sizes import cdiv
 from sametoken.ops.model.gemm.blocks_hopper_kernels import BLOCK, GROUP_ROWS, blocks_kernel
 from sametoken.ops.model.gemm.triton import Scaling, output_of
 from sametoken.ops.model.gemm.tuning import Epilogue, GemmShape
+from sametoken.ops.model.moe_rows_triton import RowTiles
 from sametoken.ops.pdl import pdl_options
 
-#: Rows above which they are faster than Triton's.
+#: Rows above which they are faster than Triton's; of an expert, in the mean.
 FEW_ROWS = 64
+
+#: Rows of a tile.
+TILE_ROWS = 2 * GROUP_ROWS.value
 
 #: Slots of tiles in shared memory, of gated products and others.
 _SLOTS = {True: 4, False: 6}
@@ -44,33 +48,67 @@ def product(
         scaling: scales of groups of both; rows of the matrix from each multiple of 128 on, as
             many, have the same.
     """
-    gated = epilogue == "silu_mul"
+    out = output_of(x, matrix.shape[0], epilogue, scaling.dtype)
+    row_tiles = cdiv(len(out), TILE_ROWS)
+    num_tiles = row_tiles * cdiv(out.shape[1], BLOCK.value)
+    if num_tiles:
+        counts = len(out), row_tiles, num_tiles
+        _launch(x, matrix, scaling, bias, out, counts, (None,) * 5, gated=epilogue == "silu_mul")
+    return out
+
+
+def expert_product(
+    x: Tensor, matrices: Tensor, scaling: Scaling, out: Tensor, tiles: RowTiles, *, in_order: bool
+) -> None:
+    """Multiply rows by their experts' weights, and apply SiLU where those have gate and up.
+
+    Args:
+        x: [rows, K] float8 by expert; K is a multiple of 16.
+        matrices: [E, N, K] float8, contiguous.
+        scaling: of both, [E, N, groups] and [rows, groups], as for ``product``.
+        out: [rows, N], or [rows, N / 2], a multiple of 128, written.
+        tiles: of TILE_ROWS rows.
+        in_order: results lie in the order of pairs, not by expert.
+    """
+    order = tiles.order if in_order else None
+    places = tiles.count, tiles.experts, tiles.firsts, tiles.ends, order
+    flat = Scaling(scaling.features.flatten(0, 1), scaling.rows, scaling.dtype)
+    # How many tiles there are, the device knows.
+    counts = len(out), 0, MULTIPROCESSORS
+    gated = matrices.shape[1] > out.shape[1]
+    _launch(x, matrices.flatten(0, 1), flat, None, out, counts, places, gated=gated)
+
+
+def _launch(
+    x: Tensor,
+    matrix: Tensor,
+    scaling: Scaling,
+    bias: Tensor | None,
+    out: Tensor,
+    counts: tuple[int, int, int],
+    tiles: tuple[Tensor | None, ...],
+    *,
+    gated: bool,
+) -> None:
+    """Launch with the kernel's rows, tiles of rows and tiles, and with experts' tiles or none."""
     assert scaling.rows is not None
     assert scaling.rows.shape == (x.shape[0], scaling.features.shape[1])
-    assert scaling.rows.is_contiguous()
-    assert scaling.features.is_contiguous()
-    out = output_of(x, matrix.shape[0], epilogue, scaling.dtype)
-    rows, out_features = out.shape
-    if not rows:
-        return out
-    row_tiles = cdiv(rows, 2 * GROUP_ROWS.value)
-    num_tiles = row_tiles * cdiv(out_features, BLOCK.value)
-    blocks_kernel[(min(num_tiles, MULTIPROCESSORS),)](
+    for tensor in (x, matrix, scaling.rows, scaling.features, out):
+        assert tensor.is_contiguous()
+    blocks_kernel[(min(counts[2], MULTIPROCESSORS),)](
         boxes(x, GROUP_ROWS.value),
         boxes(matrix, BLOCK.value),
         scaling.features,
         scaling.rows,
         bias,
         out,
-        rows,
-        row_tiles,
-        num_tiles,
+        *counts,
         scaling.rows.shape[1],
-        out_features,
+        out.shape[1],
+        *tiles,
         GATED=gated,
         SLOTS=_SLOTS[gated],
         num_warps=4,
         maxnreg=_REGISTERS,
         **pdl_options(x),
     )
-    return out

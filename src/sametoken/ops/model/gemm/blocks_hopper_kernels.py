@@ -32,34 +32,60 @@ ROW_TILES = gl.constexpr(16)
 
 
 @gluon.jit
-def _tile_at(place, sizes):
-    """First row and first feature of the tile that comes at a place of the order of tiles."""
-    rows, row_tiles, num_tiles, _, _ = sizes
-    in_strip = ROW_TILES * (num_tiles // row_tiles)
-    first = place // in_strip * ROW_TILES
-    height = gl.minimum(ROW_TILES, row_tiles - first)
-    row = first_row_of(first + place % in_strip % height, rows, 2 * GROUP_ROWS)
-    return row, place % in_strip // height * BLOCK
+def _count_tiles(sizes, tiles):
+    """Tiles of all rows and features; those of experts follow their rows."""
+    _, _, num_tiles, _, out_features = sizes
+    if tiles[0] is not None:
+        num_tiles = gl.load(tiles[0]) * ((out_features + BLOCK - 1) // BLOCK)
+    return num_tiles
+
+
+@gluon.jit
+def _tile_at(place, sizes, tiles, GATED: gl.constexpr):
+    """Of the tile at a place of their order its first row, the row after the last that is
+    stored, its first feature, and that in the weight.
+    """
+    rows, row_tiles, num_tiles, _, out_features = sizes
+    _, experts, firsts, ends, _ = tiles
+    if experts is not None:
+        feature_tiles = (out_features + BLOCK - 1) // BLOCK
+        tile = place // feature_tiles
+        row, end = gl.load(firsts + tile), gl.load(ends + tile)
+        feature = place % feature_tiles * BLOCK
+        own = gl.load(experts + tile) * (out_features * (2 if GATED else 1)) + feature
+    else:
+        in_strip = ROW_TILES * (num_tiles // row_tiles)
+        first = place // in_strip * ROW_TILES
+        height = gl.minimum(ROW_TILES, row_tiles - first)
+        row, end = first_row_of(first + place % in_strip % height, rows, 2 * GROUP_ROWS), rows
+        feature = place % in_strip // height * BLOCK
+        own = feature
+    return row, end, feature, own
 
 
 @gluon.jit
 def _load(
-    x, weight, shared, sizes, GATED: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
+    x, weight, shared, sizes, tiles, GATED: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp. It waits for the kernel before once weights are on their way."""
+    """The loading warp. It waits for the kernel before once weights are on their way.
+
+    Which experts' they are, kernels before have to say.
+    """
     x_boxes, w_boxes, full, free = shared
-    _, _, num_tiles, groups, out_features = sizes
+    _, _, _, groups, out_features = sizes
     BLOCKS: gl.constexpr = 2 if GATED else 1
+    if PDL and tiles[0] is not None:
+        cuda.gdc_wait()
     n = 0 * groups
-    for place in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        row, feature = _tile_at(place, sizes)
+    for place in range(gl.program_id(0), _count_tiles(sizes, tiles), gl.num_programs(0)):
+        row, _, _, own = _tile_at(place, sizes, tiles, GATED)
         for group in range(groups):
             slot = n % SLOTS
             mbarrier.wait(free.index(slot), ((n // SLOTS) & 1) ^ 1)
             mbarrier.expect(full.index(slot), (BLOCKS + 1) * BLOCK * BLOCK)
             at = group * BLOCK
             for block in gl.static_range(BLOCKS):
-                begin = [feature + block * out_features, at]
+                begin = [own + block * out_features, at]
                 load_box(weight, begin, full.index(slot), w_boxes.index(slot * BLOCKS + block))
             if PDL and n == 0:
                 cuda.gdc_wait()
@@ -79,8 +105,8 @@ def _with_block(sums, x, w, factor):
 
 
 @gluon.jit
-def _store(out, bias, values, row, rows, feature, out_features):
-    """Store [rows, features] of a warp group, with the bias, if any; neighbours by a thread."""
+def _store(out, bias, values, row, end, feature, out_features, order):
+    """Store [rows, features] of a warp group, with the bias, if any, in the order of pairs."""
     if bias is not None:
         column = feature + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, values.type.layout))
         values += gl.load(bias + column, mask=column < out_features, other=0.0)[None, :]
@@ -88,30 +114,33 @@ def _store(out, bias, values, row, rows, feature, out_features):
     values = gl.convert_layout(values.to(out.dtype.element_ty), NEAR)
     line = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, NEAR))
     column = feature + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, NEAR))
+    mask = (line < end)[:, None] & (column < out_features)[None, :]
+    if order is not None:
+        line = gl.load(order + line, mask=line < end, other=0)
     at = out + line.to(gl.int64)[:, None] * out_features + column[None, :]
-    gl.store(at, values, mask=(line < rows)[:, None] & (column < out_features)[None, :])
+    gl.store(at, values, mask=mask)
 
 
 @gluon.jit
 def _multiply(
-    given, shared, sizes, GROUP: gl.constexpr, GATED: gl.constexpr, SLOTS: gl.constexpr,
-    PDL: gl.constexpr,
+    given, shared, sizes, tiles, GROUP: gl.constexpr, GATED: gl.constexpr,
+    SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A warp group: its 64 rows of each tile."""
     w_scales, x_scales, bias, out = given
     x_boxes, w_boxes, full, free = shared
-    rows, _, num_tiles, groups, out_features = sizes
+    rows, _, _, groups, out_features = sizes
     SUMS: gl.constexpr = products(BLOCK, 32)
     BLOCKS: gl.constexpr = 2 if GATED else 1
     if PDL:
         cuda.gdc_wait()
     n = 0 * groups
-    for place in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        row, feature = _tile_at(place, sizes)
+    for place in range(gl.program_id(0), _count_tiles(sizes, tiles), gl.num_programs(0)):
+        row, end, feature, own = _tile_at(place, sizes, tiles, GATED)
         row += GROUP * GROUP_ROWS
         line = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, SUMS))
         x_at = x_scales + gl.minimum(line, rows - 1) * groups
-        w_at = w_scales + feature * groups
+        w_at = w_scales + own * groups
         up_at = w_at + out_features * groups
         sums = gl.zeros([GROUP_ROWS, BLOCK], gl.float32, SUMS)
         up = sums
@@ -129,7 +158,7 @@ def _multiply(
             n += 1
         if GATED:
             sums = activated(sums, up, out.dtype.element_ty, "silu_mul")
-        _store(out, bias, sums, row, rows, feature, out_features)
+        _store(out, bias, sums, row, end, feature, out_features, tiles[4])
 
 
 @gluon.jit(do_not_specialize=["rows", "row_tiles", "num_tiles"])
@@ -142,9 +171,14 @@ def blocks_kernel(
     out,  # [rows, out_features], written
     rows,
     row_tiles,
-    num_tiles,
+    num_tiles,  # of all rows and features, if they are not of experts
     groups,
     out_features,
+    num_expert_tiles,  # [1], tiles of experts' rows, or None, as are the next four
+    experts,  # [tiles], whose rows they have
+    firsts,  # [tiles], their first rows
+    ends,  # [tiles], the rows after their last
+    order,  # [rows], where in ``out`` a row's products go; None: as they come
     GATED: gl.constexpr,  # gate and up of a tile's features are computed, then SiLU
     SLOTS: gl.constexpr,
     PDL: gl.constexpr,
@@ -160,11 +194,12 @@ def blocks_kernel(
     full, free = new_barriers(SLOTS, 1), new_barriers(SLOTS, 2)
     given, shared = (w_scales, x_scales, bias, out), (x_boxes, w_boxes, full, free)
     sizes = (rows, row_tiles, num_tiles, groups, out_features)
+    tiles = (num_expert_tiles, experts, firsts, ends, order)
     gl.warp_specialize(
         [
-            (_multiply, (given, shared, sizes, 0, GATED, SLOTS, PDL)),
-            (_multiply, (given, shared, sizes, 1, GATED, SLOTS, PDL)),
-            (_load, (x, weight, shared, sizes, GATED, SLOTS, PDL)),
+            (_multiply, (given, shared, sizes, tiles, 0, GATED, SLOTS, PDL)),
+            (_multiply, (given, shared, sizes, tiles, 1, GATED, SLOTS, PDL)),
+            (_load, (x, weight, shared, sizes, tiles, GATED, SLOTS, PDL)),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip

@@ -258,12 +258,17 @@ def _operand(x: Normed, rounding: Rounding | None) -> tuple[Tensor, Tensor | Non
     return x.values, x.scale
 
 
-def rounded(x: Tensor, rounding: Rounding = BY_ROW) -> tuple[Tensor, Tensor]:
-    """``fp8.rounded_by`` of a contiguous [T, K] on a GPU, with the same bits."""
+def rounded(
+    x: Tensor, rounding: Rounding = BY_ROW, order: Tensor | None = None, each: int = 1
+) -> tuple[Tensor, Tensor]:
+    """``fp8.rounded_by`` of a contiguous [T, K] on a GPU, with the same bits.
+
+    With an ``order`` [rows] int32 the result's rows are those of x that it names, in ``each``-ths.
+    """
     assert x.is_contiguous()
-    rows, width = x.shape
+    rows, width = len(x) if order is None else len(order), x.shape[1]
     groups = triton.cdiv(width, GROUP) if rounding.grouped else 1
-    matrix = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    matrix = x.new_empty((rows, width), dtype=torch.float8_e4m3fn)
     shape = (rows, groups) if rounding.grouped else (rows,)
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     if rows:
@@ -274,8 +279,10 @@ def rounded(x: Tensor, rounding: Rounding = BY_ROW) -> tuple[Tensor, Tensor]:
             matrix,
             scale,
             rounding.scale,
+            order,
             rows * groups,
             width,
+            EACH=each,
             LARGEST=LARGEST,
             MANTISSA=MANTISSA if rounding.powers else 0,
             EXPONENT=EXPONENT,
@@ -309,12 +316,14 @@ def store_rounded(
 
 @triton.jit(do_not_specialize=["num_lines"])
 def _round_kernel(
-    x,  # [rows, width]
-    matrix,  # [rows, width] float8 e4m3
+    x,  # [rows, width]; those of the result, if there is no order
+    matrix,  # [rows, width] float8 e4m3, written
     scale,  # [rows, GROUPS], written: of each line
     fixed,  # [], the scale of all lines, or None
+    order,  # [rows], EACH times the row of x that becomes one, or more; None: all in order
     num_lines,  # rows * GROUPS
     width,
+    EACH: tl.constexpr,
     LARGEST: tl.constexpr,
     MANTISSA: tl.constexpr,  # 0: scales are no powers of two
     EXPONENT: tl.constexpr,
@@ -326,10 +335,13 @@ def _round_kernel(
     """Round LINES groups of rows; the largest of a group is the same in any layout."""
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)[:, None]
     element = line % GROUPS * BLOCK + tl.arange(0, BLOCK)[None, :]
-    at = (line // GROUPS).to(tl.int64) * width + element
+    row = line // GROUPS
+    at = row.to(tl.int64) * width + element
     inside = (line < num_lines) & (element < width)
     gdc_launch_and_wait(PDL)
-    value = tl.load(x + at, inside, other=0.0).to(tl.float32)
+    if order is not None:
+        row = tl.load(order + row, line < num_lines, other=0) // EACH
+    value = tl.load(x + row.to(tl.int64) * width + element, inside, other=0.0).to(tl.float32)
     if fixed is not None:
         step = tl.load(fixed)
         value *= tl.div_rn(1.0, step)

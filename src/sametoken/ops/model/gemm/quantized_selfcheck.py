@@ -20,7 +20,8 @@ from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
 from sametoken.ops.model.gemm.selfcheck import compared_counts, normal, require_row_law
 from sametoken.ops.model.moe_selfcheck import prove_experts
-from sametoken.ops.model.moe_triton import ExpertStack, StackedExperts
+from sametoken.ops.model.moe_stack import ExpertStack
+from sametoken.ops.model.moe_triton import StackedExperts
 
 _Checked = Fp8DeviceWeight | Int4DeviceWeight | StackedExperts
 _Kind = TypeVar("_Kind", Fp8DeviceWeight, Int4DeviceWeight, StackedExperts)
@@ -117,7 +118,7 @@ def _form(one: _Checked | ExpertStack | Int4Panels) -> tuple[Hashable, ...]:
         return one.words.shape, one.in_features, one.form, one.offsets is None
     rounding = one.rounding and (*one.rounding.form, one.rounding.scale is None)
     if isinstance(one, ExpertStack):
-        return one.weight.shape, one.weight.dtype, _dim(one.scales), rounding
+        return one.weight.shape, one.weight.dtype, _dim(one.scales), rounding, one.blocks
     return one.matrix.shape, _dim(one.scale), rounding, one.blocks
 
 

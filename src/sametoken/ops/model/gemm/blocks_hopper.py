@@ -16,8 +16,9 @@ from sametoken.ops.model.gemm.tuning import Epilogue, GemmShape
 from sametoken.ops.model.moe_rows_triton import RowTiles
 from sametoken.ops.pdl import pdl_options
 
-#: Rows above which they are faster than Triton's; of an expert, in the mean.
-FEW_ROWS = 64
+#: Rows above which they are faster than Triton's, of gated products and others; of an expert, in
+#: the mean.
+_FEW_ROWS = {True: 32, False: 64}
 
 #: Rows of a tile.
 TILE_ROWS = 2 * GROUP_ROWS.value
@@ -32,8 +33,9 @@ _REGISTERS = 168
 def serves(shape: GemmShape, rows: int) -> bool:
     """Whether this is the kernel of a weight with scales of blocks."""
     # Of a gated product, up begins with a block; TMA reads rows of multiples of 16 bytes.
-    whole = shape.epilogue != "silu_mul" or shape.out_features % (2 * BLOCK.value) == 0
-    return rows > FEW_ROWS and whole and shape.in_features % 16 == 0
+    gated = shape.epilogue == "silu_mul"
+    whole = not gated or shape.out_features % (2 * BLOCK.value) == 0
+    return rows > _FEW_ROWS[gated] and whole and shape.in_features % 16 == 0
 
 
 def product(

@@ -99,7 +99,8 @@ def test_warps_take_any_turns(few):
         (272, 65, 24, False, GROUPED, False, False),
         (272, 65, 24, False, BY_ROW, True, False),
         (272, 65, 24, False, None, True, False),
-        (272, 65, 512, True, GROUPED, True, True),
+        (272, 33, 512, True, GROUPED, True, True),
+        (272, 32, 512, True, GROUPED, True, False),
         (272, 65, 384, True, GROUPED, True, False),
     ],
 )

@@ -134,8 +134,7 @@ class ApiError(Exception):
             path: of the request, within the application, which chooses the format.
             headers: instead of the error's own.
         """
-        is_messages = path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
-        body = self.messages_body if is_messages else self.body
+        body = self.messages_body if is_of_messages(path) else self.body
         sent = self.headers if headers is None else dict(headers)
         return JSONResponse(body, status_code=self.status, headers=sent)
 
@@ -143,6 +142,11 @@ class ApiError(Exception):
     def _message(self) -> str:
         # A lone surrogate, quoted from the request, cannot be encoded.
         return str(self).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def is_of_messages(path: str) -> bool:
+    """Whether a path within the application answers in Anthropic's format."""
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
@@ -21,9 +20,10 @@ from sametoken.errors import EngineDeadError
 from sametoken.serving.async_llm import AsyncLLM
 from sametoken.serving.http.app import create_app
 from sametoken.serving.http.config import ServerConfig
-from sametoken.serving.http.errors import as_api_error, path_of
-from sametoken.serving.http.generation import while_connected
+from sametoken.serving.http.errors import as_api_error, is_of_messages, path_of
+from sametoken.serving.http.generation import Framing, while_connected
 from sametoken.serving.http.in_process import AppRequest, messages_of
+from sametoken.serving.http.messages_api.answer import MessageFraming
 from sametoken.serving.http.middleware import BodyBounds, BodyLimit
 from sametoken.serving.limits import ServingLimits
 from sametoken.serving.ray.router import prefix_keys
@@ -159,12 +159,13 @@ class _Answer:
     async def fail(self) -> None:
         """Send an error: as a status, or as an event if the stream has begun."""
         error = EngineDeadError("the replica that computed the answer was lost", "send it again")
-        answer = as_api_error(error)
+        answer, path = as_api_error(error), path_of(self._asgi[0])
         if not self.begun:
-            await answer.response(path_of(self._asgi[0]))(*self._asgi)
+            await answer.response(path)(*self._asgi)
             return
-        events = f"data: {json.dumps(answer.body)}\n\ndata: [DONE]\n\n"
-        await self._send({"type": "http.response.body", "body": events.encode()})
+        framing = MessageFraming() if is_of_messages(path) else Framing()
+        events = framing.error(answer) + framing.end
+        await self._send({"type": "http.response.body", "body": events})
 
 
 class Replica:

@@ -150,6 +150,17 @@ def test_a_stream_that_has_begun_ends_in_an_error(client):
     assert len(handle.seen) == 1
 
 
+def test_a_message_s_stream_ends_in_an_error_that_its_clients_see(client):
+    """They pass over events without a name."""
+    handle = Handle([start(), body(b"event: ping\ndata: {}\n\n", more=True), ActorDiedError()])
+    answer = client(handle).post("/v1/messages", content=b"{}")
+    _, error, _ = answer.text.split("\n\n")
+    name, data = error.splitlines()
+    assert name == "event: error"
+    told = json.loads(data.removeprefix("data: "))
+    assert (told["type"], told["error"]["type"]) == ("error", "overloaded_error")
+
+
 def test_errors_of_the_replica_s_code_are_not_repeated(client):
     handle = Handle([ZeroDivisionError()])
     with pytest.raises(ZeroDivisionError):

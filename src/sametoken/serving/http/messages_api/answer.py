@@ -44,7 +44,9 @@ async def answer_message(served: Served, request: MessagesRequest, http: Request
         chat.thinking_token_budget = request.thinking_budget
     use, generation = await begin_chat(served, chat, f"msg_{key}", model)
     answer = _Answer(use.parser, key, model, served.engine.resolved.max_model_len)
-    return await respond(http, generation, answer, stream=bool(request.stream), framing=_Named())
+    return await respond(
+        http, generation, answer, stream=bool(request.stream), framing=MessageFraming()
+    )
 
 
 async def count_tokens(served: Served, request: CountTokensRequest) -> TokenCount:
@@ -59,8 +61,8 @@ async def count_tokens(served: Served, request: CountTokensRequest) -> TokenCoun
     return TokenCount(input_tokens=await count_chat(served, chat))
 
 
-class _Named(Framing):
-    """Of events with names."""
+class MessageFraming(Framing):
+    """Of events with names: clients pass over those without one."""
 
     end = b""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from sametoken.config import EngineConfig
-from sametoken.engine.resolve import CPU_KV_BYTES, DEVICE_DEFAULTS
+from sametoken.engine.resolve import CPU_KV_BYTES, DEVICE_DEFAULTS, no_gpu
 from sametoken.types.units import in_units
 
 _DEFAULTS = {
@@ -32,7 +32,7 @@ def reasons_of_defaults(given: EngineConfig, device_type: str) -> dict[str, str]
     reasons = {
         **_DEFAULTS,
         **dict.fromkeys(DEVICE_DEFAULTS[device_type], f"the default of a {kind}"),
-        "device": "there is a GPU" if device_type == "cuda" else "there is no GPU",
+        "device": "there is a GPU" if device_type == "cuda" else no_gpu(),
         "kv_cache_memory_bytes": "num_kv_blocks decides" if given.num_kv_blocks else memory,
         "gpu_memory_utilization": utilization,
     }

@@ -156,7 +156,7 @@ def resolve_device(config: EngineConfig) -> torch.device:
     """
     if config.device == "cpu":
         return torch.device("cpu")
-    why = _no_gpu()
+    why = no_gpu()
     if not why:
         return torch.device("cuda")
     if config.device == "cuda":
@@ -166,10 +166,10 @@ def resolve_device(config: EngineConfig) -> torch.device:
     return torch.device("cpu")
 
 
-def _no_gpu() -> str:
+def no_gpu() -> str:
     """Why there is no GPU for the kernels; "": there is one."""
     if not torch.cuda.is_available():
-        return "there is none"
+        return "there is no GPU"
     if torch.version.hip:
         return "there are no kernels for AMD's GPUs"
     capability = torch.cuda.get_device_capability()

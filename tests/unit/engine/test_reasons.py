@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from sametoken.config import EngineConfig
 from sametoken.engine.reasons import reasons_of_defaults
@@ -32,3 +33,10 @@ def test_devices_differ():
     assert (on_cpu["device"], on_gpu["device"]) == ("there is no GPU", "there is a GPU")
     assert on_cpu["kv_cache_memory_bytes"] == "1.0 GiB on a CPU"
     assert on_gpu["kv_cache_memory_bytes"] == "what gpu_memory_utilization leaves"
+
+
+def test_a_gpu_that_is_left_alone_is_not_said_to_be_missing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
+    reason = reasons_of_defaults(EngineConfig(), "cpu")["device"]
+    assert reason == "kernels need compute capability 7.5, this one has 7.0"

@@ -20,6 +20,7 @@ from sametoken.engine.offline_requests import OfflineRequests
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.engine.sampling_defaults import default_sampling_params
 from sametoken.engine.unloaded import UnloadedModel, inputs_of
+from sametoken.engine.upkeep import used_or_dropped
 from sametoken.engine.user_inputs import (
     OnFinished,
     Prompt,
@@ -275,7 +276,7 @@ class LLM(NotCopied):
         source = source_of(weights)
         with self._updating:
             new = self._engine.weights.load(source, target)
-            with new.used_or_dropped(), self._requests.resting():
+            with used_or_dropped(new), self._requests.resting():
                 return self._engine.upkeep.use_weights(new, version)
 
     def reset_prefix_cache(self) -> None:

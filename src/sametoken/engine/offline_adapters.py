@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sametoken.engine.core import EngineCore
 from sametoken.engine.live_adapters import adapter_errors
+from sametoken.engine.upkeep import used_or_dropped
 from sametoken.models.load.adapter import StoredAdapter, sent_adapter
 from sametoken.types.lora_modules import (
     AdapterChoice,
@@ -109,7 +110,7 @@ class OfflineAdapters:
     ) -> None:
         """Load an adapter; by ``wanted``, names that are to be there too, a request brings it."""
         new = self.engine.adapters.load(module.name, stored or module.path)
-        with self.resting():
+        with used_or_dropped(new), self.resting():
             if wanted is not None:
                 self._make_room(module.name, wanted)
             self.engine.upkeep.use_adapter(new)

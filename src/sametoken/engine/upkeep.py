@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,6 +16,16 @@ from sametoken.types.weight_updates import MODEL
 
 if TYPE_CHECKING:
     from sametoken.engine.core import EngineCore
+
+
+@contextmanager
+def used_or_dropped(new: NewWeights | NewAdapter) -> Iterator[None]:
+    """A block that uses what was loaded; if it raises, no rank keeps that."""
+    try:
+        yield
+    except BaseException:
+        new.drop()
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +41,7 @@ class Upkeep:
     def use_weights(self, new: NewWeights, version: int | None = None) -> int:
         """Write new weights from ``weights.load`` over the old ones, between steps.
 
-        Call it in their ``used_or_dropped``.
+        Call it in ``used_or_dropped``.
 
         Returns:
             The version from now on: ``version``, or the next one. Running requests keep their KV.
@@ -64,26 +75,24 @@ class Upkeep:
         return version
 
     def use_adapter(self, new: NewAdapter) -> None:
-        """Give an adapter from ``engine.adapters.load`` a place, between steps, or drop it.
+        """Give an adapter from ``engine.adapters.load`` a place, between steps.
+
+        Call it in ``used_or_dropped``.
 
         Raises:
             RequestError: there is no place for it; nothing is changed.
             EngineDeadError: the engine has failed, or a step fails now.
         """
         adapters = self.engine.adapters
-        try:
-            self.engine.require_alive()
-            place = adapters.place(new.name, self.engine.scheduler.adapters_in_use)
-            if place is None:
-                raise RequestError(
-                    f"there is room for {adapters.count} adapters, and requests or their names "
-                    "hold all of it",
-                    "remove one, let its requests end, or start with a larger max_loras",
-                    param="lora_name",
-                )
-        except BaseException:
-            new.drop()
-            raise
+        self.engine.require_alive()
+        place = adapters.place(new.name, self.engine.scheduler.adapters_in_use)
+        if place is None:
+            raise RequestError(
+                f"there is room for {adapters.count} adapters, and requests or their names hold "
+                "all of it",
+                "remove one, let its requests end, or start with a larger max_loras",
+                param="lora_name",
+            )
         self.engine.at_rest(partial(new.write, place))
 
     def remove_adapter(self, name: str) -> None:

@@ -76,15 +76,6 @@ class NewWeights:
         """No rank keeps them."""
         self.replacement.drop()
 
-    @contextmanager
-    def used_or_dropped(self) -> Iterator[None]:
-        """A block that uses them; if it raises, no rank keeps them."""
-        try:
-            yield
-        except BaseException:
-            self.drop()
-            raise
-
     def version_after(self, current: int, wanted: int | None) -> int:
         """The version once they are in use: the wanted one, or the next; a drafter's keep it.
 

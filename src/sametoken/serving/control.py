@@ -7,6 +7,7 @@ from typing import Any
 
 from sametoken.engine.core import EngineCore
 from sametoken.engine.live_adapters import NewAdapter
+from sametoken.engine.upkeep import used_or_dropped
 from sametoken.engine.weights import NewWeights
 from sametoken.errors import RequestError, SametokenError, UnsupportedError, WeightUpdateError
 from sametoken.serving.messages import (
@@ -155,14 +156,15 @@ class Control:
             result = None
         elif isinstance(result, NewAdapter):
             try:
-                self._engine.upkeep.use_adapter(result)
+                with used_or_dropped(result):
+                    self._engine.upkeep.use_adapter(result)
                 result, adapted = None, True
             except RequestError as error:
                 result = error
         elif isinstance(result, NewWeights):
             assert isinstance(command, ChangeWeights | FinishUpdate | NameWeights)
             try:
-                with result.used_or_dropped():
+                with used_or_dropped(result):
                     version, result = self._engine.upkeep.use_weights(result, command.version), None
             except WeightUpdateError as error:
                 result = error

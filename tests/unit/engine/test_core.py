@@ -9,6 +9,7 @@ import pytest
 from helpers.harness import Shape, build, request, run
 from helpers.toy import ToyModel
 from sametoken.engine.core import EngineCore
+from sametoken.engine.upkeep import used_or_dropped
 from sametoken.engine.weights import NewWeights
 from sametoken.errors import EngineDeadError, InvariantError, RequestError, WeightUpdateError
 from sametoken.types.plan import StepPlan
@@ -240,9 +241,9 @@ def test_versions_grow_and_are_the_target_s():
     new, drafter = (core.weights.load(None, target) for target in ("model", "drafter"))
     core.upkeep.use_weights(new, 3)
     for weights, version in ((new, 3), (new, 2), (new, 4.0), (new, 2**63), (drafter, 4)):
-        with pytest.raises(WeightUpdateError), weights.used_or_dropped():
+        with pytest.raises(WeightUpdateError), used_or_dropped(weights):
             core.upkeep.use_weights(weights, version)
-    with drafter.used_or_dropped():
+    with used_or_dropped(drafter):
         assert core.upkeep.use_weights(drafter) == 3
     assert scripted.log == ["write", "weights 3", *["drop"] * 5, "write", "drafter weights"]
 

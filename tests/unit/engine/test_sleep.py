@@ -9,6 +9,7 @@ import torch
 
 from sametoken.engine.core import EngineCore
 from sametoken.engine.sleep import CPUMemory, DeviceMemory, FixedMemory, Sleep, whole_storages
+from sametoken.engine.upkeep import used_or_dropped
 from sametoken.errors import InvariantError, RequestError, UnsupportedError, WeightUpdateError
 
 
@@ -113,7 +114,7 @@ def test_an_adapter_that_finds_no_place_is_dropped():
     core, dropped = core_with(Noted(), adapters_in_use=set()), []
     core.adapters = SimpleNamespace(place=lambda name, in_use: None, count=1)
     new = SimpleNamespace(name="a", drop=lambda: dropped.append("a"))
-    with pytest.raises(RequestError, match="room for 1 adapters"):
+    with pytest.raises(RequestError, match="room for 1 adapters"), used_or_dropped(new):
         core.upkeep.use_adapter(new)
     assert dropped == ["a"]
 

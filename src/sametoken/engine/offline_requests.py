@@ -66,7 +66,7 @@ class OfflineRequests:
                     while waiting:
                         ready = self._advance(waiting, interrupts)
                         outputs |= ready
-                        waiting -= ready.keys()
+                        waiting.difference_update(ready)
                         advance(len(ready))
                         for request_id, output in ready.items():
                             on_finished(places[request_id], output)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -62,8 +62,11 @@ class Scheduler:
         self._memory = KVMemory(limits, self._pool, self._states, self._swap)
         self._budget = RowBudget(limits)
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
-        # By request id; running ones are ordered by age, waiting ones by arrival.
-        self._of: dict[Status, dict[str, RequestState]] = {status: {} for status in Status}
+        # By request id; running ones are ordered by age, waiting ones by arrival. A plain dict
+        # would look past all that were admitted before to find the first that waits.
+        self._of: dict[Status, OrderedDict[str, RequestState]] = {
+            status: OrderedDict() for status in Status
+        }
         self._waiting = self._of[Status.WAITING]
         self._running = self._of[Status.RUNNING]
         self._swapped = self._of[Status.SWAPPED]

@@ -50,16 +50,17 @@ class DummySource:
     def __init__(self, location: str, device: torch.device, optional: Collection[str] = ()) -> None:
         self.location = location
         self._device = device
-        self._optional = optional
+        self._names = set(optional)
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def declare(self, name: str, shape: tuple[int, ...]) -> None:
         """Make the tensor exist."""
+        self._names.add(name)
         self._shapes[name] = shape
 
     def names(self) -> Collection[str]:
         """The optional and the declared tensors."""
-        return {*self._optional, *self._shapes}
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The declared shape."""

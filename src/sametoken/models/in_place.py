@@ -18,6 +18,7 @@ from sametoken.layers.share import Part
 from sametoken.models.base import StandIn
 from sametoken.models.decoder import Decoder
 from sametoken.models.load.weights import WeightReader
+from sametoken.ops.native.library import NativeLibrary
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +99,11 @@ def _tensors(node: object, place: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def children_of(node: object) -> Iterator[tuple[str, object]]:
-    """What a model, head, layer or weight is made of, by name; where it was read from is not."""
-    if isinstance(node, Part | WeightReader):
+    """What a model, head, layer or weight is made of, by name.
+
+    Not among it are where it was read from, and the C functions, which every weight refers to.
+    """
+    if isinstance(node, Part | WeightReader | NativeLibrary):
         return
     if isinstance(node, tuple | list):
         yield from ((str(index), child) for index, child in enumerate(node))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from sametoken.errors import InvariantError, WeightUpdateError
-from sametoken.models.in_place import Replacement
+from sametoken.models.in_place import Replacement, children_of
+from sametoken.ops.native.library import NativeLibrary
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ def test_every_tensor_is_copied_into_its_place_once():
     assert torch.equal(live[2].weight, loaded[2].weight)
     assert torch.equal(live[1][0].bias, loaded[1][0].bias)
     assert [live[0].weight.data_ptr(), live[1][0].weight.data_ptr()] == addresses
+
+
+def test_the_functions_of_a_library_are_no_part_of_a_weight():
+    """A mixture has 18,000 weights, and each of them refers to all functions."""
+    library = NativeLibrary(*map(str, range(len(fields(NativeLibrary)))))
+    assert not list(children_of(library))
 
 
 def test_what_both_share_stays():

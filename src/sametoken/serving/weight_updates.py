@@ -209,6 +209,7 @@ class _Update:
         config: of an adapter; None: these are weights.
         directory: with all of them, if they come so.
         tensors: that were received, or opened.
+        num_bytes: of them.
         buffer: of the trainer's, and its handles: opened once, as it is counted once.
     """
 
@@ -217,6 +218,7 @@ class _Update:
     config: AdapterConfig | None = None
     directory: Path | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    num_bytes: int = 0
     buffer: tuple[Mapping[str, MemoryHandle], Tensor] | None = None
 
     def take_directory(self, path: Path) -> None:
@@ -281,17 +283,20 @@ class _Update:
         return SentTensors(self.tensors.items())
 
     def _sizes(self, forms: tuple[TensorForm, ...]) -> list[int]:
-        """Bytes of each tensor that comes, if all of them may come."""
+        """Bytes of each tensor that comes, if all of them may come; a trainer may send one by one.
+
+        After a refusal the update has ended.
+        """
         sizes = [math.prod(form.shape) * _dtype(form).itemsize for form in forms]
-        sent = sum(sizes) + sum(one.nbytes for one in self.tensors.values())
-        if sent > self.most_bytes:
+        self.num_bytes += sum(sizes)
+        if self.num_bytes > self.most_bytes:
             raise WeightUpdateError(
-                f"the update has {in_units(sent)} and may have {in_units(self.most_bytes)}",
+                f"the update has {in_units(self.num_bytes)} and may have "
+                f"{in_units(self.most_bytes)}",
                 "send each of its tensors once",
             )
-        names = Counter([*self.tensors, *(form.name for form in forms)])
-        for name, count in names.items():
-            if count > 1:
+        for name, count in Counter(form.name for form in forms).items():
+            if count > 1 or name in self.tensors:
                 raise WeightUpdateError(
                     f"the tensor {shown(name)} is sent twice", "send each tensor once"
                 )

@@ -171,6 +171,11 @@ class ExtractedStates:
     def __len__(self) -> int:
         return len(self._complete)
 
+    @property
+    def entries(self) -> list[SequenceEntry]:
+        """What the manifest says of each sequence, by index."""
+        return [self.manifest.sequences[sequence] for sequence in self._complete]
+
     def __getitem__(self, index: int) -> ExtractedSequence:
         sequence = self._complete[index]
         entry = self.manifest.sequences[sequence]

@@ -141,7 +141,7 @@ def open_states(
     needed = (*aux_layers, config.num_layers)
     extracted = [ExtractedStates(directory) for directory in directories]
     opened = tuple(LayerStates(one, _places_of(one, config, needed)) for one in extracted)
-    entries = [entry for one in extracted for entry in one.manifest.sequences if entry.complete]
+    entries = [entry for one in extracted for entry in one.entries]
     if not any(is_trainable(one.prompt_len, min(one.num_rows + 1, max_length)) for one in entries):
         raise ConfigError(
             "the states hold no sequence with an answer of two tokens within max_length, or of "
@@ -161,7 +161,7 @@ def read_states(
         CheckpointError: a shard is damaged.
     """
     hidden, num_aux = target.config.hidden_size, len(opened[0].places) - 1
-    entries = [entry for one in opened for entry in one.extracted.manifest.sequences]
+    entries = [entry for one in opened for entry in one.extracted.entries]
     most = sum(min(entry.num_rows + 1, max_length) for entry in entries)
     needed = most * (num_aux + 1) * hidden * target.embedding.dtype.itemsize
     with out_of_memory_as(

@@ -47,6 +47,12 @@ def is_alive(pid: int) -> bool:
     return True
 
 
+def halt(process: EngineProcess) -> None:
+    """Stop it with all of its threads, so that a closed socket cannot end it."""
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+
+
 def request(*prompt):
     params = SamplingParams(temperature=0.0, seed=0)
     return Submit((EngineRequest("r", prompt, params, len(prompt) + 4),))
@@ -93,9 +99,7 @@ async def test_a_killed_process_is_seen_at_once_and_a_closed_socket_ends_it(conf
 
 async def test_a_stop_that_is_given_up_leaves_no_process(config):
     process = await EngineProcess.start(config, build_engine)
-    # Stopped, with all of its threads, so that the closed socket cannot end it.
-    os.kill(process.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    halt(process)
     stopping = asyncio.create_task(process.stop(grace_s=0.2))
     await asyncio.sleep(0)
     stopping.cancel()
@@ -109,7 +113,7 @@ async def test_a_stop_that_is_given_up_leaves_no_process(config):
 
 async def test_a_process_that_reads_nothing_is_killed(config):
     process = await EngineProcess.start(config, build_engine)
-    os.kill(process.pid, signal.SIGSTOP)
+    halt(process)
     # More than the socket holds.
     process.send(request(*range(2**18)))
     error = await asyncio.wait_for(process.stop(grace_s=0.1), PATIENCE_S)

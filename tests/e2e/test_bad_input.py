@@ -215,7 +215,7 @@ def test_an_option_that_cannot_be(target, nothing_may_load, options, cause, reme
 
 def test_a_device_that_is_not_there(target, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refused(UnsupportedError, "there is none", "cpu", LLM, str(target), device="cuda")
+    refused(UnsupportedError, "there is no GPU", "cpu", LLM, str(target), device="cuda")
 
 
 # Requests

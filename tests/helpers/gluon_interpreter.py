@@ -280,15 +280,16 @@ class Kernel:
 
     def __init__(self, interpreter: Interpreter, function: Any) -> None:
         self._interpreter, self._function = interpreter, function
-        self._names = list(inspect.signature(function).parameters)
 
     def __call__(self, *arguments: Any, **constants: Any) -> Any:
         return self._function(*arguments, **constants)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **constants: Any) -> None:
-            given = {name: constants[name] for name in self._names if name in constants}
-            given |= dict(zip(self._names, map(_argument, arguments), strict=False))
+            # Few of all kernels are launched: the others' parameters need no look.
+            names = list(inspect.signature(self._function).parameters)
+            given = {name: constants[name] for name in names if name in constants}
+            given |= dict(zip(names, map(_argument, arguments), strict=False))
             self._interpreter.launch(self._function, (*map(int, grid), 1, 1)[:3], given)
 
         return launch

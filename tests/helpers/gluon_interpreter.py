@@ -24,11 +24,11 @@ from functools import partial
 from functools import reduce as folded
 from itertools import product
 from operator import add
-from threading import get_ident
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from greenlet import getcurrent
 from triton.experimental.gluon import language as real
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
@@ -116,13 +116,13 @@ class Interpreter:
     ) -> Product:
         assert is_async
         product = Product(a, b, acc if use_acc else None)
-        self.program.products[get_ident()].append(product)
+        self.program.products[getcurrent()].append(product)
         return product
 
     def end_products(self, pendings: int, deps: tuple[Any, ...]) -> Any:
         """End all products of a partition but the last; sums stand for those that have ended."""
         self.give_way()
-        under_way = self.program.products[get_ident()]
+        under_way = self.program.products[getcurrent()]
         while len(under_way) > pendings:
             under_way.pop(0).end()
         found = [one.sums if isinstance(one, Product) and one.has_ended else one for one in deps]

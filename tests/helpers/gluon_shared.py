@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import add
-from threading import get_ident
 from typing import Any
 
 import torch
+from greenlet import getcurrent, greenlet
 
 from helpers.gluon_blocks import Block, Dtype
 
@@ -43,7 +43,7 @@ class Memory:
     """Bytes of shared memory, NaN at first.
 
     Attributes:
-        unfenced: what a partition, by its thread, has stored and no fence has followed.
+        unfenced: what a partition has stored and no fence has followed.
         copied: what TMA's copies cover, in the order in which they begin.
         loaded: what was loaded since threads met at a barrier.
         awaited: what copies of threads will cover.
@@ -51,14 +51,14 @@ class Memory:
 
     def __init__(self, num_bytes: int) -> None:
         self.bytes = torch.full((num_bytes,), 255, dtype=torch.uint8)
-        self.unfenced: dict[int, list[range]] = {}
+        self.unfenced: dict[greenlet, list[range]] = {}
         self.copied: list[range] = []
         self.loaded: set[range] = set()
         self.awaited: list[range] = []
 
     def fence(self) -> None:
         """What this partition has stored may be read by products."""
-        self.unfenced.pop(get_ident(), None)
+        self.unfenced.pop(getcurrent(), None)
 
     def require_free(self, wanted: range) -> None:
         """For a copy: no copy is on its way there, and no thread may still load from there."""
@@ -142,7 +142,7 @@ class Shared:
 
     def store(self, value: Block) -> None:
         self.write(value.data)
-        self.memory.unfenced.setdefault(get_ident(), []).append(self.extent)
+        self.memory.unfenced.setdefault(getcurrent(), []).append(self.extent)
 
     def read_by_product(self) -> torch.Tensor:
         for stored in chain.from_iterable(self.memory.unfenced.values()):

@@ -131,7 +131,7 @@ def play():
         members = {"transcript": transcript, "asked": defaultdict(int)}
         handler = type("Handler", (Playback,), members)
         server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         servers.append(server)
         return f"http://127.0.0.1:{server.server_address[1]}"
 

@@ -79,7 +79,7 @@ class Leaving(BaseHTTPRequestHandler):
 def test_after_a_failure_another_sender_takes_its_port():
     port = free_port()
     with ThreadingHTTPServer(("127.0.0.1", 0), Leaving) as server:
-        threading.Thread(target=server.serve_forever).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
         try:
             urls = [f"http://127.0.0.1:{server.server_port}"]
             sender = WeightSender(urls, port=port, timeout_s=PATIENCE_S)

@@ -67,10 +67,10 @@ def _serves(
 
 
 def _rounded(
-    x: Tensor, stack: ExpertStack, dtype: torch.dtype, order: Tensor | None = None, each: int = 1
+    x: Tensor, stack: ExpertStack, dtype: torch.dtype, pairs: Tensor | None = None, top_k: int = 1
 ) -> tuple[Tensor, Scaling]:
     """Rows as ``rounded`` gives them, and the scales of a product."""
     assert stack.rounding is not None
     assert stack.scales is not None
-    values, scales = rounded(x, stack.rounding, order, each)
+    values, scales = rounded(x, stack.rounding, pairs, top_k)
     return values, Scaling(stack.scales, scales, dtype)

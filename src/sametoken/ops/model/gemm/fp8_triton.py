@@ -259,14 +259,15 @@ def _operand(x: Normed, rounding: Rounding | None) -> tuple[Tensor, Tensor | Non
 
 
 def rounded(
-    x: Tensor, rounding: Rounding = BY_ROW, order: Tensor | None = None, each: int = 1
+    x: Tensor, rounding: Rounding = BY_ROW, pairs: Tensor | None = None, top_k: int = 1
 ) -> tuple[Tensor, Tensor]:
     """``fp8.rounded_by`` of a contiguous [T, K] on a GPU, with the same bits.
 
-    With an ``order`` [rows] int32 the result's rows are those of x that it names, in ``each``-ths.
+    With ``pairs`` [rows] int32, each of a row and one of its ``top_k`` choices, the result has a
+    row for each pair.
     """
     assert x.is_contiguous()
-    rows, width = len(x) if order is None else len(order), x.shape[1]
+    rows, width = len(x) if pairs is None else len(pairs), x.shape[1]
     groups = triton.cdiv(width, GROUP) if rounding.grouped else 1
     matrix = x.new_empty((rows, width), dtype=torch.float8_e4m3fn)
     shape = (rows, groups) if rounding.grouped else (rows,)
@@ -279,10 +280,10 @@ def rounded(
             matrix,
             scale,
             rounding.scale,
-            order,
+            pairs,
             rows * groups,
             width,
-            EACH=each,
+            TOP_K=top_k,
             LARGEST=LARGEST,
             MANTISSA=MANTISSA if rounding.powers else 0,
             EXPONENT=EXPONENT,
@@ -316,14 +317,14 @@ def store_rounded(
 
 @triton.jit(do_not_specialize=["num_lines"])
 def _round_kernel(
-    x,  # [rows, width]; those of the result, if there is no order
+    x,  # [rows, width], without pairs
     matrix,  # [rows, width] float8 e4m3, written
     scale,  # [rows, GROUPS], written: of each line
     fixed,  # [], the scale of all lines, or None
-    order,  # [rows], EACH times the row of x that becomes one, or more; None: all in order
+    pairs,  # [rows], each of a row of x and one of TOP_K choices; None: rows are those of x
     num_lines,  # rows * GROUPS
     width,
-    EACH: tl.constexpr,
+    TOP_K: tl.constexpr,
     LARGEST: tl.constexpr,
     MANTISSA: tl.constexpr,  # 0: scales are no powers of two
     EXPONENT: tl.constexpr,
@@ -339,8 +340,8 @@ def _round_kernel(
     at = row.to(tl.int64) * width + element
     inside = (line < num_lines) & (element < width)
     gdc_launch_and_wait(PDL)
-    if order is not None:
-        row = tl.load(order + row, line < num_lines, other=0) // EACH
+    if pairs is not None:
+        row = tl.load(pairs + row, line < num_lines, other=0) // TOP_K
     value = tl.load(x + row.to(tl.int64) * width + element, inside, other=0.0).to(tl.float32)
     if fixed is not None:
         step = tl.load(fixed)

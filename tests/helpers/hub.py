@@ -44,6 +44,8 @@ class Hub:
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub
     protocol_version = "HTTP/1.1"
+    # A body would wait until the client has acknowledged the headers, up to 40 ms.
+    disable_nagle_algorithm = True
 
     def do_HEAD(self) -> None:
         self._answer(with_body=False)

@@ -144,6 +144,42 @@ QWEN35_9B = {
         "hidden_act": "gelu_pytorch_tanh",
     },
 }
+# Qwen/Qwen3.5-35B-A3B, and -FP8
+QWEN35_MOE = QWEN35_9B | {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": QWEN35_9B["text_config"]
+    | {
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    "vision_config": QWEN35_9B["vision_config"]
+    | {"model_type": "qwen3_5_moe", "out_hidden_size": 2048},
+}
+_UNQUANTIZED = (
+    "linear_attn.conv1d",
+    "linear_attn.in_proj_a",
+    "linear_attn.in_proj_b",
+    "mlp.gate",
+    "mlp.shared_expert_gate",
+)
+QWEN35_MOE_FP8 = QWEN35_MOE | {
+    "quantization_config": _BLOCKS
+    | {
+        "modules_to_not_convert": [
+            f"model.language_model.layers.{layer}.{name}"
+            for layer in range(40)
+            for name in _UNQUANTIZED
+        ]
+        + ["lm_head", "mtp.fc", "mtp.layers.0.mlp.gate", "mtp.layers.0.mlp.shared_expert_gate"]
+    }
+}
 # HuggingFaceTB/SmolLM2-135M
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
@@ -221,6 +257,27 @@ NEMOTRON = _BF16 | {
     "max_position_embeddings": 262144,
     "num_nextn_predict_layers": 1,
     "mtp_hybrid_override_pattern": "*E",
+}
+# nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-FP8, with KV in 16 bits, attention's weights in 8
+NEMOTRON_FP8 = NEMOTRON | {
+    "num_nextn_predict_layers": 0,
+    "quantization_config": {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "config_groups": {
+            "group_0": {
+                "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
+                "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
+                "targets": ["Linear"],
+            }
+        },
+        "ignore": ["lm_head"]
+        + [
+            f"backbone.layers.{layer}.mixer{part}"
+            for layer, kind in enumerate(NEMOTRON["hybrid_override_pattern"])
+            for part in {"*": (), "M": (".conv1d",), "E": (".gate",)}[kind]
+        ],
+    },
 }
 # zai-org/GLM-4.7-Flash
 GLM_FLASH = _BF16 | {
@@ -373,7 +430,10 @@ SHAPES = {
     "qwen3-30b-a3b": QWEN3_MOE,
     "qwen3-30b-a3b-fp8": QWEN3_MOE | FP8,
     "qwen3-30b-a3b-fp8-blocks": QWEN3_MOE | FP8_BLOCKS_MOE,
+    "qwen35-35b-a3b": QWEN35_MOE,
+    "qwen35-35b-a3b-fp8": QWEN35_MOE_FP8,
     "lightning-30b-a3b": NEMOTRON,
+    "nano-30b-a3b-fp8": NEMOTRON_FP8,
     "glm-4.7-flash": GLM_FLASH,
     "gpt-oss-20b": GPT_OSS,
     "gemma-3-12b": GEMMA3,

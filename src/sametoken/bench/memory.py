@@ -233,5 +233,6 @@ def load_shapes(
     """
     quantization = read_quantization(architecture.extra, str(path))
     kernels = kernels or ReferenceKernels()
-    reader = dummy_reader(path, kernels, dtype, SHAPES_ONLY, quantization=quantization)
-    return model_class(architecture.architecture)(architecture, reader, max_positions=1)
+    family, names = model_class(architecture.architecture), Decoder.dummy_names(architecture)
+    reader = dummy_reader(path, kernels, dtype, SHAPES_ONLY, names, quantization=quantization)
+    return family(architecture, reader, max_positions=1)

@@ -169,6 +169,11 @@ class Decoder:
         return next(seeing, "model")
 
     @staticmethod
+    def dummy_names(config: ModelConfig) -> tuple[str, ...]:
+        """What random weights show ``tensor_prefix``: a config names its formats' exceptions so."""
+        return ("model.language_model.embed_tokens.weight",) if config.also_sees else ()
+
+    @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
         """Sizes that ranks must divide evenly, by key in config.json."""
         return {

@@ -156,7 +156,10 @@ def load_model(
     quantization = checkpoint.formats()
     quantization.require_products(kernels)
     if load_format == DUMMY:
-        return build(dummy_reader(Path(path), kernels, dtype, device, (), parallel, quantization))
+        names = Decoder.dummy_names(checkpoint.config)
+        return build(
+            dummy_reader(Path(path), kernels, dtype, device, names, parallel, quantization)
+        )
     tensors = checkpoint.open_tensors()
     with shown_while_read(tensors, dtype, leads=parallel.rank == 0) as source:
         return build(

@@ -9,6 +9,7 @@ import torch
 
 from helpers.checkpoints import HIDDEN, LLAMA, VOCAB, write_llama
 from helpers.heads import OPTIONS, SharedTarget
+from helpers.hybrids import hybrid_config
 from helpers.quantized import STATIC, block_config, compressed_config
 from sametoken.bench.memory import load_shapes
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
@@ -181,6 +182,20 @@ def test_linears_of_a_quantized_config_have_its_bits(tmp_path, name):
     weight = model.layers[0].attention.qkv.weight
     assert weight.matmul(torch.ones(2, 64)).isfinite().all()
     assert weight.nbytes < weight.out_features * weight.in_features * 2
+    assert shapes.weights_bytes == model.weights_bytes
+
+
+def test_linears_that_a_config_leaves_out_are_not_quantized_of_a_model_that_also_sees(tmp_path):
+    """It names them as the checkpoint does, which nests the text decoder."""
+    config = hybrid_config("qwen3_5", hidden_size=128)
+    left_out = ["linear_attn.in_proj_a", "linear_attn.in_proj_b"]
+    names = [f"model.language_model.layers.{at}.{name}" for at in range(8) for name in left_out]
+    config["quantization_config"] = block_config() | {"modules_to_not_convert": names}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    model = load(tmp_path)
+    weight = model.layers[0].attention.projection.weight
+    assert [type(part).__name__ for part in weight.parts] == ["Fp8Weight", "PlainWeight"]
+    shapes = load_shapes(read_config(tmp_path), tmp_path, torch.float32)
     assert shapes.weights_bytes == model.weights_bytes
 
 

@@ -16,7 +16,7 @@ from helpers.hybrids import twin_config, twin_tensors
 from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.loader import load_model, read_config
 from sametoken.ops.dispatch import select_kernels
-from sametoken.ops.model.gemm import blocks_hopper, fp8
+from sametoken.ops.model.gemm import blocks_hopper, fp8, streamed_hopper
 from sametoken.ops.model.gemm.fp8 import Fp8Weight
 from sametoken.ops.model.gemm.fp8_triton import (
     DEPTH,
@@ -29,6 +29,7 @@ from sametoken.ops.model.gemm.triton import Scaling, tiled_product
 from sametoken.ops.model.gemm.tuning import (
     GemmShape,
     TritonConfig,
+    streamed_config,
 )
 from sametoken.ops.model.norm_triton import add_rms_norm, rms_norm, rounding_rms_norm
 from sametoken.ops.weight import Rounding
@@ -92,12 +93,16 @@ def test_scales_of_blocks_have_the_bits_of_triton_s_kernel(features, depth, epil
     scales = blocks.repeat_interleave(128, dim=0)
     matrix = normal(features, depth, seed=1).to(torch.float8_e4m3fn)
     bias = normal(features, seed=2) if epilogue == "bias" else None
-    for rows in (1, 63, 65, 127, 128, 129, 300, 1000, 4097):
+    for rows in (1, 8, 9, 32, 63, 65, 127, 128, 129, 300, 1000, 4097):
         values, row_scales = rounded(normal(rows, depth), Rounding(grouped=True))
         given = values, matrix, epilogue, bias, Scaling(scales, row_scales, torch.bfloat16)
         expected = tiled_product(GATED_CONFIGS[2], *given)
+        shape = GemmShape(features, depth, epilogue)
+        streamed = streamed_config(shape, rows, 1, grouped=True)
         for _ in range(3):
             assert torch.equal(blocks_hopper.product(*given), expected)
+            if streamed is not None:
+                assert torch.equal(streamed_hopper.product(streamed, *given), expected)
 
 
 @pytest.mark.parametrize(

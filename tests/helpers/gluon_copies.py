@@ -41,12 +41,17 @@ class Copies:
         data = load(source, mask, torch.nan).data
         into.write(torch.full_like(data, torch.nan))
         into.memory.awaited.append(into.extent)
+        into.memory.copied.append(into.extent)
         self.begun.append(partial(_arrive, into, data))
+
+    def take(self) -> list[Callable[[], None]]:
+        """What has begun, of which nobody else hears."""
+        begun, self.begun = self.begun, []
+        return begun
 
     def commit(self) -> None:
         """What has begun is a group."""
-        self.groups.append(self.begun)
-        self.begun = []
+        self.groups.append(self.take())
 
     def wait(self, num_outstanding: int = 0) -> None:
         """Wait for all groups but the last ones."""

@@ -56,6 +56,10 @@ TYPES = {
 }  # fmt: skip
 
 
+#: Threads of a warp.
+WARP = 32
+
+
 class Interpreter:
     """The language, for the program that runs."""
 
@@ -81,7 +85,7 @@ class Interpreter:
         """A barrier of a program's threads."""
         self.copies.meet()
         for memory in self._memories:
-            memory.loaded.clear()
+            memory.loaded.pop(getcurrent(), None)
 
     def load_box(self, memory: Descriptor, at: list[Any], barrier: Barrier, into: Shared) -> None:
         data = memory.read(at)
@@ -90,6 +94,18 @@ class Interpreter:
         def arrive() -> None:
             into.copy(data)
             barrier.arrive(num_bytes=-data.nbytes)
+
+        self.program.copies.append(arrive)
+
+    def arrive_behind_copies(self, barrier: Barrier, *, increment_count: bool) -> None:
+        """Let a warp's threads arrive, once their copies are there."""
+        assert not increment_count
+        begun = self.copies.take()
+
+        def arrive() -> None:
+            for copy in begun:
+                copy()
+            barrier.arrive(WARP)
 
         self.program.copies.append(arrive)
 
@@ -329,6 +345,7 @@ def interpreted(seed: int = 0, *, also: ModuleType | None = None) -> Iterator[In
     copies = SimpleNamespace(
         async_copy_global_to_shared=interpreter.copies.begin,
         commit_group=interpreter.copies.commit, wait_group=interpreter.copies.wait,
+        mbarrier_arrive=interpreter.arrive_behind_copies,
     )  # fmt: skip
     stand_ins = {
         "gl": gluon, "tl": gluon, "mbarrier": barriers, "load_box": interpreter.load_box,

@@ -5,6 +5,7 @@ Swizzles mean nothing here: views with lines of one width agree on where element
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import add
@@ -44,8 +45,8 @@ class Memory:
 
     Attributes:
         unfenced: what a partition has stored and no fence has followed.
-        copied: what TMA's copies cover, in the order in which they begin.
-        loaded: what was loaded since threads met at a barrier.
+        copied: what copies cover, in the order in which they begin.
+        loaded: what a partition has loaded since its threads met at a barrier.
         awaited: what copies of threads will cover.
     """
 
@@ -53,7 +54,7 @@ class Memory:
         self.bytes = torch.full((num_bytes,), 255, dtype=torch.uint8)
         self.unfenced: dict[greenlet, list[range]] = {}
         self.copied: list[range] = []
-        self.loaded: set[range] = set()
+        self.loaded: dict[greenlet, set[range]] = defaultdict(set)
         self.awaited: list[range] = []
 
     def fence(self) -> None:
@@ -61,9 +62,13 @@ class Memory:
         self.unfenced.pop(getcurrent(), None)
 
     def require_free(self, wanted: range) -> None:
-        """For a copy: no copy is on its way there, and no thread may still load from there."""
+        """For a copy: no copy is on its way there, and no thread beside may still load from there.
+
+        As to loads of other partitions see ``Loaded``.
+        """
+        loaded = self.loaded[getcurrent()]
         assert all(_apart(one, wanted) for one in self.awaited), "two copies to one place"
-        assert all(_apart(one, wanted) for one in self.loaded), "a copy to what may still be read"
+        assert all(_apart(one, wanted) for one in loaded), "a copy to what may still be read"
 
 
 def _apart(a: range, b: range) -> bool:
@@ -73,7 +78,7 @@ def _apart(a: range, b: range) -> bool:
 class Loaded(Block):
     """A block from shared memory, in flight until its first use: no copy may cover it before.
 
-    Barriers order the loads of threads and their stores, but not TMA's.
+    Barriers order the loads of threads and their stores, but not TMA's or another partition's.
     """
 
     __slots__ = ("_copied", "_data", "_extent", "_num_before")
@@ -129,7 +134,7 @@ class Shared:
         return replace(found, reaches=found.extent.stop > self.extent.stop)
 
     def load(self, layout: Any = None) -> Block:
-        self.memory.loaded.add(self.extent)
+        self.memory.loaded[getcurrent()].add(self.extent)
         return Loaded(self.memory, self.extent, self.read())
 
     def copy(self, value: torch.Tensor | None) -> None:

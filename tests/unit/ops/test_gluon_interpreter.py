@@ -243,6 +243,63 @@ def test_a_copy_that_threads_may_not_begin_yet_is_found(fault, what):
 
 
 @gluon.jit
+def _copy_tiles(x, ring, full, free, fault: gl.constexpr):
+    at = gl.arange(0, ROWS, layout=None)[:, None]
+    for tile in range(TILES):
+        if fault != "does not wait":
+            mbarrier.wait(free.index(tile % 2), (tile // 2 & 1) ^ 1)
+        async_copy.async_copy_global_to_shared(ring.index(tile % 2), x + tile * ROWS + at)
+        async_copy.mbarrier_arrive(full.index(tile % 2), increment_count=False)
+
+
+@gluon.jit
+def _store_tiles(out, ring, full, free, fault: gl.constexpr):
+    at = gl.arange(0, ROWS, layout=None)[:, None]
+    for tile in range(TILES):
+        if fault != "reads early":
+            mbarrier.wait(full.index(tile % 2), tile // 2 & 1)
+        gl.store(out + tile * ROWS + at, ring.index(tile % 2).load(None))
+        mbarrier.arrive(free.index(tile % 2))
+
+
+@gluon.jit
+def _handed_over_kernel(x, out, fault: gl.constexpr):
+    """A warp copies tiles that another one stores, two ahead."""
+    ring = gl.allocate_shared_memory(gl.float32, [2, ROWS, 1], None)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for one in gl.static_range(2):
+        mbarrier.init(full.index(one), count=32)
+        mbarrier.init(free.index(one), count=1)
+    gl.warp_specialize(
+        [
+            (_store_tiles, (out, ring, full, free, fault)),
+            (_copy_tiles, (x, ring, full, free, fault)),
+        ],
+        [1], [24],
+    )  # fmt: skip
+
+
+def handed_over(fault: str, seed: int) -> bool:
+    """Whether the kernel copies."""
+    x = torch.randn(TILES * ROWS, generator=torch.Generator().manual_seed(0))
+    out = torch.zeros_like(x)
+    with interpreted(seed, also=sys.modules[__name__]):
+        _handed_over_kernel[(1,)](x, out, fault=fault)
+    return torch.equal(out, x)
+
+
+def test_a_barrier_tells_when_a_warp_s_copies_are_there():
+    assert all(handed_over("", seed) for seed in range(8))
+
+
+@pytest.mark.parametrize("fault", ["reads early", "does not wait"])
+def test_a_copy_to_where_another_has_not_arrived_is_found(fault):
+    with pytest.raises(AssertionError, match="two copies to one place"):
+        all(handed_over(fault, seed) for seed in range(8))
+
+
+@gluon.jit
 def _follow(a, b, c, d):
     return a + c, d
 

@@ -234,10 +234,10 @@ def product(
     shape = GemmShape(weight.out_features, in_features, epilogue)
     values, x_scale = _operand(x, weight.rounding)
     scaling = Scaling(weight.scale, x_scale, x.dtype)
-    if config is None and is_hopper(values.device) and x_scale is not None:
-        if not scaling.grouped:
-            config = streamed_config(shape, rows, 1)
-        elif weight.blocks and x_scale.dim() == 2 and blocks_hopper.serves(shape, rows):
+    scales_match = x_scale is not None and x_scale.dim() == weight.scale.dim()
+    if config is None and scales_match and is_hopper(values.device):
+        config = streamed_config(shape, rows, 1, grouped=scaling.grouped)
+        if config is None and weight.blocks and blocks_hopper.serves(shape, rows):
             return blocks_hopper.product(values, weight.matrix, epilogue, bias, scaling)
     if isinstance(config, StreamedConfig):
         return streamed_hopper.product(config, values, weight.matrix, epilogue, bias, scaling)

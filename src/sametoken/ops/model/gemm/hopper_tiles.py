@@ -11,19 +11,24 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra import cuda
 
-from sametoken.ops.hopper_layouts import load_box
+from sametoken.ops.hopper_layouts import copy_to_shared, load_box
 from sametoken.ops.model.gemm.triton import first_row_of
+
+#: Threads of a warp that loads, each of which arrives when its copies are there.
+LANES = gl.constexpr(32)
+ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [LANES.value], [1], [0]))
 
 
 @gluon.jit
 def load_rows(
-    x, boxes, full, free, num_tiles, chunks, row_tiles, rows,
+    x, boxes, scales, scale_lines, groups, full, free, num_tiles, chunks, row_tiles, rows,
     PARTS: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads activations."""
+    """The warp that loads activations, and the scales of their groups, if there are any."""
     ROWS: gl.constexpr = boxes.shape[1]
     COLUMNS: gl.constexpr = boxes.shape[2]
     if PDL:
@@ -34,11 +39,25 @@ def load_rows(
         for chunk in range(chunks):
             slot = n % SLOTS
             mbarrier.wait(free.index(slot), ((n // SLOTS) & 1) ^ 1)
+            if scale_lines is not None:
+                line = gl.minimum(row + gl.arange(0, ROWS, layout=ONE_WARP), rows - 1)
+                for part in gl.static_range(PARTS):
+                    copy_scales(
+                        scales, line, chunk * PARTS + part, groups,
+                        scale_lines.index(slot * PARTS + part),
+                    )  # fmt: skip
+                async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
             mbarrier.expect(full.index(slot), ROWS * 128 * PARTS)
             for part in gl.static_range(PARTS):
                 at = (chunk * PARTS + part) * COLUMNS
                 load_box(x, [row, at], full.index(slot), boxes.index(slot * PARTS + part))
             n += 1
+
+
+@gluon.jit
+def copy_scales(scales, line, group, groups, into):
+    """Begin to copy a group's scales of some lines; behind the last group any, for sums of 0."""
+    copy_to_shared(into, scales + line * groups + gl.minimum(group, groups - 1))
 
 
 @gluon.jit

@@ -331,7 +331,8 @@ def turns_kernel(
                 SLOTS,
             )),
             (load_rows, (
-                x, x_boxes, full, free, num_tiles, chunks, row_tiles, rows, 4, SLOTS, PDL,
+                x, x_boxes, None, None, None,
+                full, free, num_tiles, chunks, row_tiles, rows, 4, SLOTS, PDL,
             )),
         ],
         [4, 4, 1, 1], [160, 160, 24, 24],

@@ -39,12 +39,15 @@ def product(
         matrix: [N, K], contiguous, which no kernel writes that may still run; for "silu_mul", N is
             a multiple of 16.
         epilogue, bias: see there.
-        scaling: of float8 operands, a scale a row and a feature.
+        scaling: of float8 operands, a scale a row and a feature, or of groups of both.
     """
     gated, features = epilogue == "silu_mul", config.block_features
     assert features == 32 or not gated
     assert x.dtype == matrix.dtype
-    assert scaling is None or not scaling.grouped
+    grouped = scaling is not None and scaling.grouped
+    if scaling is not None and grouped:
+        assert scaling.rows is not None
+        assert scaling.rows.shape[1] == scaling.features.shape[1]
     out = output_of(x, matrix.shape[0], epilogue, x.dtype if scaling is None else scaling.dtype)
     rows, out_features = out.shape
     if not rows:
@@ -58,6 +61,7 @@ def product(
         boxes_of_halves(matrix) if gated else boxes(matrix, box),
         None if scaling is None else scaling.features,
         None if scaling is None else scaling.rows,
+        scaling.features.shape[1] if scaling is not None and grouped else None,
         bias,
         out,
         rows,
@@ -72,7 +76,7 @@ def product(
         BOX=box,
         GROUPS=config.warp_groups,
         PARTS=config.boxes,
-        SLOTS=_slots(config, epilogue, out.itemsize),
+        SLOTS=_slots(config, epilogue, out.itemsize, grouped),
         num_warps=4,
         maxnreg=_REGISTERS[config.warp_groups],
         **pdl_options(x),
@@ -85,10 +89,12 @@ def _height(config: StreamedConfig, epilogue: Epilogue) -> int:
     return 64 if epilogue == "silu_mul" or not VIEWS_REACH_FURTHER else config.block_features
 
 
-def _slots(config: StreamedConfig, epilogue: Epilogue, out_bytes: int) -> int:
+def _slots(config: StreamedConfig, epilogue: Epilogue, out_bytes: int, grouped: bool) -> int:
     """As many as shared memory has room for, beside results on their way to memory."""
     height, results = _height(config, epilogue), 32 if epilogue == "silu_mul" else 64
     others = _OTHER_BYTES + (64 - height) * 128
     others += config.warp_groups * results * config.block_rows * out_bytes
     slot = 128 * config.boxes * (height * config.warp_groups + config.block_rows) + 32
+    if grouped:
+        slot += 4 * config.boxes * (64 * config.warp_groups + config.block_rows)
     return (SHARED_MEMORY - others) // slot

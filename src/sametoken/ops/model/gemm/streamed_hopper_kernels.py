@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     warpgroup_mma,
@@ -21,18 +22,28 @@ from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import load_box, new_barriers, products, swizzled
 from sametoken.ops.model.activation_triton import activated
-from sametoken.ops.model.gemm.hopper_tiles import load_rows, store_features, with_bias
+from sametoken.ops.model.gemm.hopper_tiles import (
+    LANES,
+    ONE_WARP,
+    copy_scales,
+    load_rows,
+    store_features,
+    with_bias,
+)
 from sametoken.ops.model.gemm.triton import first_row_of
 
 
 @gluon.jit
 def _load_weights(
-    weight, shared, sizes, GATED: gl.constexpr, FEATURES: gl.constexpr, HEIGHT: gl.constexpr,
-    GROUPS: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
+    weight, scales, groups, shared, sizes, GATED: gl.constexpr, FEATURES: gl.constexpr,
+    HEIGHT: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads weights; 8 rows of gate and 8 of up take turns in boxes."""
-    boxes, _, full, free = shared
-    _, row_tiles, num_tiles, chunks, _ = sizes
+    """The warp that loads weights, and the scales of their groups, if there are any.
+
+    8 rows of gate and 8 of up take turns in boxes.
+    """
+    boxes, scale_lines, _, _, full, free = shared
+    _, row_tiles, num_tiles, chunks, out_features = sizes
     BOX: gl.constexpr = boxes.shape[1]
     COLUMNS: gl.constexpr = boxes.shape[2]
     ROWS: gl.constexpr = 64 if GATED else FEATURES
@@ -43,6 +54,15 @@ def _load_weights(
         for chunk in range(chunks):
             slot = n % SLOTS
             mbarrier.wait(free.index(slot), ((n // SLOTS) & 1) ^ 1)
+            if scale_lines is not None:
+                for place in gl.static_range(PARTS * GROUPS):
+                    row = first + place % GROUPS * FEATURES
+                    copy_scales(
+                        scales, _features_of(row, out_features, GATED, ONE_WARP),
+                        chunk * PARTS + place // GROUPS, groups,
+                        scale_lines.index(slot * PARTS * GROUPS + place),
+                    )  # fmt: skip
+                async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
             mbarrier.expect(full.index(slot), PARTS * GROUPS * ROWS * 128)
             for part in gl.static_range(PARTS):
                 at = (chunk * PARTS + part) * COLUMNS
@@ -62,11 +82,11 @@ def _load_weights(
 
 
 @gluon.jit
-def _with_products(
-    sums, boxes, x, slot, HEIGHT: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+def _operands(
+    boxes, x, slot, part, HEIGHT: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
     PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Begin the products of a chunk, and wait for those before.
+    """Weights and rows of a part of a chunk.
 
     The unit reads 64 rows from a box on. Those beyond the group's are other weights, or none, and
     their products are not stored.
@@ -74,28 +94,79 @@ def _with_products(
     LAYOUT: gl.constexpr = swizzled(x.dtype)
     BOX: gl.constexpr = boxes.shape[1]
     COLUMNS: gl.constexpr = x.shape[2]
-    token = sums
-    for part in gl.static_range(PARTS):
-        place = (slot * PARTS + part) * GROUPS + GROUP
-        if HEIGHT == 64:
-            whole = boxes._reinterpret(x.dtype, [boxes.shape[0] * BOX // 64, 64, COLUMNS], LAYOUT)
-            left = whole.index(place)
-        else:
-            box = boxes.index(place * (HEIGHT // BOX))
-            left = box._reinterpret(x.dtype, [64, COLUMNS], LAYOUT)
-        right = x.index(slot * PARTS + part).permute((1, 0))
-        token = warpgroup_mma(left, right, token, is_async=True)
-    return warpgroup_mma_wait(PARTS, deps=(token,))
+    place = (slot * PARTS + part) * GROUPS + GROUP
+    if HEIGHT == 64:
+        whole = boxes._reinterpret(x.dtype, [boxes.shape[0] * BOX // 64, 64, COLUMNS], LAYOUT)
+        left = whole.index(place)
+    else:
+        box = boxes.index(place * (HEIGHT // BOX))
+        left = box._reinterpret(x.dtype, [64, COLUMNS], LAYOUT)
+    return left, x.index(slot * PARTS + part).permute((1, 0))
 
 
 @gluon.jit
-def _scales_of(scales, first, out_features, GATED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scales of the 64 rows of a group's product; any beyond the last."""
+def _whole_sums(
+    shared, n, chunks, SUMS: gl.constexpr, HEIGHT: gl.constexpr, GROUP: gl.constexpr,
+    GROUPS: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """A tile's sums, which stay in the tensor cores, and the number of chunks until then."""
+    boxes, _, x, _, full, free = shared
+    ROWS: gl.constexpr = x.shape[1]
+    sums = gl.zeros([64, ROWS], gl.float32, SUMS)
+    for chunk in range(chunks):
+        mbarrier.wait(full.index(n % SLOTS), (n // SLOTS) & 1)
+        for part in gl.static_range(PARTS):
+            left, right = _operands(boxes, x, n % SLOTS, part, HEIGHT, GROUP, GROUPS, PARTS)
+            sums = warpgroup_mma(left, right, sums, is_async=True)
+        # The products of the chunk before have ended.
+        sums = warpgroup_mma_wait(PARTS, deps=(sums,))
+        if chunk > 0:
+            mbarrier.arrive(free.index((n - 1) % SLOTS))
+        n += 1
+    sums = warpgroup_mma_wait(0, deps=(sums,))
+    mbarrier.arrive(free.index((n - 1) % SLOTS))
+    return sums, n
+
+
+@gluon.jit
+def _sums_of_groups(
+    shared, n, chunks, SUMS: gl.constexpr, HEIGHT: gl.constexpr, GROUP: gl.constexpr,
+    GROUPS: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """As ``_whole_sums``, of parts of 128 elements that are added times their scales."""
+    boxes, scale_lines, x, row_scale_lines, full, free = shared
+    ROWS: gl.constexpr = x.shape[1]
+    sums = gl.zeros([64, ROWS], gl.float32, SUMS)
+    for _ in range(chunks):
+        slot = n % SLOTS
+        mbarrier.wait(full.index(slot), (n // SLOTS) & 1)
+        parts, factors = (), ()
+        for part in gl.static_range(PARTS):
+            left, right = _operands(boxes, x, slot, part, HEIGHT, GROUP, GROUPS, PARTS)
+            zeros = gl.zeros([64, ROWS], gl.float32, SUMS)
+            parts += (warpgroup_mma(left, right, zeros, use_acc=False, is_async=True),)
+        for part in gl.static_range(PARTS):
+            place = slot * PARTS + part
+            scale = scale_lines.index(place * GROUPS + GROUP).load(gl.SliceLayout(1, SUMS))
+            row_scale = row_scale_lines.index(place).load(gl.SliceLayout(0, SUMS))
+            factors += (scale[:, None] * row_scale[None, :],)
+        ended = warpgroup_mma_wait(0, deps=parts)
+        parts = (ended,) if PARTS == 1 else ended
+        for part in gl.static_range(PARTS):
+            sums = gl.fma(parts[part], factors[part], sums)
+        mbarrier.arrive(free.index(slot))
+        n += 1
+    return sums, n
+
+
+@gluon.jit
+def _features_of(first, out_features, GATED: gl.constexpr, LAYOUT: gl.constexpr):
+    """The weight's rows that a group's product has; any beyond the last."""
     row = gl.arange(0, 64, layout=LAYOUT)
     if GATED:
         feature = gl.minimum(first + row // 16 * 8 + row % 8, out_features - 1)
-        return gl.load(scales + feature + row // 8 % 2 * out_features)
-    return gl.load(scales + gl.minimum(first + row, out_features - 1))
+        return feature + row // 8 % 2 * out_features
+    return gl.minimum(first + row, out_features - 1)
 
 
 @gluon.jit
@@ -105,30 +176,24 @@ def _multiply(
 ):  # fmt: skip
     """A warp group that multiplies and stores."""
     scales, row_scales, bias, out = given
-    boxes, x, full, free = shared
+    _, scale_lines, x, _, _, _ = shared
     rows, row_tiles, num_tiles, chunks, out_features = sizes
     ROWS: gl.constexpr = x.shape[1]
     SUMS: gl.constexpr = products(ROWS, 256 // x.dtype.primitive_bitwidth)
     n = 0 * chunks
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         first = (tile // row_tiles * GROUPS + GROUP) * FEATURES
-        if scales is not None:
-            scale = _scales_of(scales, first, out_features, GATED, gl.SliceLayout(1, SUMS))
-        sums = gl.zeros([64, ROWS], gl.float32, SUMS)
-        for chunk in range(chunks):
-            mbarrier.wait(full.index(n % SLOTS), (n // SLOTS) & 1)
-            sums = _with_products(sums, boxes, x, n % SLOTS, HEIGHT, GROUP, GROUPS, PARTS)
-            if chunk > 0:
-                mbarrier.arrive(free.index((n - 1) % SLOTS))
-            n += 1
-        sums = warpgroup_mma_wait(0, deps=(sums,))
-        mbarrier.arrive(free.index((n - 1) % SLOTS))
         row = first_row_of(tile % row_tiles, rows, ROWS)
-        if scales is not None:
-            # The kernel before wrote these; it has ended, as activations are there.
-            at = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS))
-            row_scale = gl.load(row_scales + at, mask=at < rows, other=0.0, cache_modifier=".cg")
-            sums = sums * (scale[:, None] * row_scale[None, :])
+        if scale_lines is not None:
+            sums, n = _sums_of_groups(shared, n, chunks, SUMS, HEIGHT, GROUP, GROUPS, PARTS, SLOTS)
+        else:
+            sums, n = _whole_sums(shared, n, chunks, SUMS, HEIGHT, GROUP, GROUPS, PARTS, SLOTS)
+            if scales is not None:
+                # The kernel before wrote those of rows; it has ended, as activations are there.
+                at = gl.minimum(row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS)), rows - 1)
+                row_scale = gl.load(row_scales + at, cache_modifier=".cg")
+                feature = _features_of(first, out_features, GATED, gl.SliceLayout(1, SUMS))
+                sums = sums * (gl.load(scales + feature)[:, None] * row_scale[None, :])
         if GATED:
             halves = sums.reshape([4, 2, 8, ROWS]).permute((0, 2, 3, 1)).reshape([32, ROWS, 2])
             gate, up = gl.split(halves)
@@ -147,8 +212,9 @@ def _multiply(
 def streamed_kernel(
     x,  # descriptor of [rows, in_features]
     weight,  # descriptor of [out_features, in_features]; gated: [features / 8, 2, 8, in_features]
-    scales,  # of float8: [out_features or twice as many] fp32, or None
+    scales,  # of float8: [out_features or twice as many] fp32, or of groups of each, or None
     row_scales,  # likewise: [rows] fp32
+    scale_groups,  # of 128 elements of a sum that have scales; None: sums have them whole
     bias,  # [out_features], or None
     out,  # [rows, out_features], written
     rows,
@@ -174,9 +240,16 @@ def streamed_kernel(
     NUMBER: gl.constexpr = (SLOTS * PARTS * GROUPS * HEIGHT + 64 - HEIGHT) // BOX
     boxes = gl.allocate_shared_memory(x.dtype, [NUMBER, BOX, COLUMNS], LAYOUT)
     x_boxes = gl.allocate_shared_memory(x.dtype, [SLOTS * PARTS, ROWS, COLUMNS], LAYOUT)
+    scale_lines, row_scale_lines = None, None
+    if scale_groups is not None:
+        LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        scale_lines = gl.allocate_shared_memory(gl.float32, [SLOTS * PARTS * GROUPS, 64], LINES)
+        row_scale_lines = gl.allocate_shared_memory(gl.float32, [SLOTS * PARTS, ROWS], LINES)
     # A slot is full when both warps' loads are there, free when no group reads it.
-    full, free = new_barriers(SLOTS, 2), new_barriers(SLOTS, GROUPS)
-    given, shared = (scales, row_scales, bias, out), (boxes, x_boxes, full, free)
+    LOADS: gl.constexpr = 2 if scale_groups is None else 2 + 2 * LANES
+    full, free = new_barriers(SLOTS, LOADS), new_barriers(SLOTS, GROUPS)
+    given = scales, row_scales, bias, out
+    shared = boxes, scale_lines, x_boxes, row_scale_lines, full, free
     sizes = (rows, row_tiles, num_tiles, chunks, out_features)
     if GROUPS == 1:
         gl.warp_specialize(
@@ -185,10 +258,12 @@ def streamed_kernel(
                     given, shared, sizes, GATED, FEATURES, HEIGHT, 0, GROUPS, PARTS, SLOTS,
                 )),
                 (_load_weights, (
-                    weight, shared, sizes, GATED, FEATURES, HEIGHT, GROUPS, PARTS, SLOTS,
+                    weight, scales, scale_groups, shared, sizes,
+                    GATED, FEATURES, HEIGHT, GROUPS, PARTS, SLOTS,
                 )),
                 (load_rows, (
-                    x, x_boxes, full, free, num_tiles, chunks, row_tiles, rows, PARTS, SLOTS, PDL,
+                    x, x_boxes, row_scales, row_scale_lines, scale_groups,
+                    full, free, num_tiles, chunks, row_tiles, rows, PARTS, SLOTS, PDL,
                 )),
             ],
             [1, 1], [24, 24],
@@ -203,10 +278,12 @@ def streamed_kernel(
                     given, shared, sizes, GATED, FEATURES, HEIGHT, 1, GROUPS, PARTS, SLOTS,
                 )),
                 (_load_weights, (
-                    weight, shared, sizes, GATED, FEATURES, HEIGHT, GROUPS, PARTS, SLOTS,
+                    weight, scales, scale_groups, shared, sizes,
+                    GATED, FEATURES, HEIGHT, GROUPS, PARTS, SLOTS,
                 )),
                 (load_rows, (
-                    x, x_boxes, full, free, num_tiles, chunks, row_tiles, rows, PARTS, SLOTS, PDL,
+                    x, x_boxes, row_scales, row_scale_lines, scale_groups,
+                    full, free, num_tiles, chunks, row_tiles, rows, PARTS, SLOTS, PDL,
                 )),
             ],
             [4, 1, 1], [152, 24, 24],
@@ -225,10 +302,12 @@ def streamed_kernel(
                     given, shared, sizes, GATED, FEATURES, HEIGHT, 2, GROUPS, PARTS, SLOTS,
                 )),
                 (_load_weights, (
-                    weight, shared, sizes, GATED, FEATURES, HEIGHT, GROUPS, PARTS, SLOTS,
+                    weight, scales, scale_groups, shared, sizes,
+                    GATED, FEATURES, HEIGHT, GROUPS, PARTS, SLOTS,
                 )),
                 (load_rows, (
-                    x, x_boxes, full, free, num_tiles, chunks, row_tiles, rows, PARTS, SLOTS, PDL,
+                    x, x_boxes, row_scales, row_scale_lines, scale_groups,
+                    full, free, num_tiles, chunks, row_tiles, rows, PARTS, SLOTS, PDL,
                 )),
             ],
             [4, 4, 1, 1], [120, 120, 24, 24],

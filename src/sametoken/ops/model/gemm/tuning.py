@@ -181,7 +181,9 @@ def _fills_rounds(shape: GemmShape, rows: int) -> bool:
     return tiles > 0.8 * cdiv(tiles, MULTIPROCESSORS) * MULTIPROCESSORS
 
 
-def streamed_config(shape: GemmShape, rows: int, element_bytes: int) -> StreamedConfig | None:
+def streamed_config(
+    shape: GemmShape, rows: int, element_bytes: int, *, grouped: bool = False
+) -> StreamedConfig | None:
     """The Hopper kernel of few rows; None for other shapes, and for rows of which others win.
 
     Tuned inside whole decode steps, all products together (benchmarks/kernels/decode_gpu.py).
@@ -190,18 +192,24 @@ def streamed_config(shape: GemmShape, rows: int, element_bytes: int) -> Streamed
         shape: of the product.
         rows: of activations.
         element_bytes: of activations and weights: 2, or 1 for float8.
+        grouped: of float8, with scales of groups.
     """
     gated, row_bytes = shape.epilogue == "silu_mul", shape.in_features * element_bytes
     features = shape.out_features // (2 if gated else 1)
     if row_bytes % 16 or (gated and features % 8):
         return None
-    if rows > (128 if element_bytes > 1 else 32):
+    if rows > (128 if element_bytes > 1 else 64 if grouped else 32):
         return None
     if rows > 64:
         return _streamed_of_many(features, row_bytes, gated=gated)
     block = next(size for size in (8, 16, 32, 64) if rows <= size)
+    if grouped and block == 64:
+        width = 32 if gated else 64
+        # Two tiles of rows give twice as many programs to a narrow weight.
+        block = 32 if 2 * cdiv(features, width) <= MULTIPROCESSORS else 64
+        return StreamedConfig(block, width, boxes=2)
     if gated:
-        few = row_bytes < LONG or block == 8
+        few = row_bytes < LONG or block == 8 or grouped
         groups = 1 if few else _evenest(features, [96, 64, 32]) // 32
         return StreamedConfig(block, 32, boxes=2, warp_groups=groups)
     widths = [64] if row_bytes < LONG else [64, 32] if block == 32 else [64, 48, 32]

@@ -11,34 +11,12 @@ import torch
 
 from helpers.compiled import compile_launches, unused_barriers
 from helpers.gluon_interpreter import interpreted
-from sametoken.ops.model.gemm import blocks_hopper, fp8, fp8_triton
+from helpers.grouped_products import GROUPED, operands, sums_of
+from sametoken.ops.model.gemm import blocks_hopper, fp8, fp8_triton, streamed_hopper
+from sametoken.ops.model.gemm import triton as gemm
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
-from sametoken.ops.model.gemm.triton import Scaling
 from sametoken.ops.model.gemm.tuning import GemmShape
-from sametoken.ops.weight import BY_ROW, Rounding
-
-GROUPED = Rounding(grouped=True)
-
-
-def operands(rows: int, features: int, depth: int) -> tuple[torch.Tensor, torch.Tensor, Scaling]:
-    """Rounded rows, a matrix and scales."""
-    drawn = torch.Generator().manual_seed(0)
-    x, matrix = (torch.randn(count, depth, generator=drawn) for count in (rows, features))
-    values, row_scales = fp8.rounded_by(GROUPED, x)
-    scales = torch.rand(-(-features // 128), row_scales.shape[1], generator=drawn) + 0.5
-    scales = scales.repeat_interleave(128, dim=0)[:features].contiguous()
-    scaling = Scaling(scales, row_scales.contiguous(), torch.bfloat16)
-    return values, matrix.to(torch.float8_e4m3fn), scaling
-
-
-def sums_of(values: torch.Tensor, matrix: torch.Tensor, scaling: Scaling) -> torch.Tensor:
-    """Of each 128 elements exactly, added in order, with one rounding for a product and a sum."""
-    sums = torch.zeros(len(values), len(matrix))
-    for group, (x, w) in enumerate(zip(values.split(128, 1), matrix.split(128, 1), strict=True)):
-        products = (x.double() @ w.double().T).float()
-        factors = scaling.rows[:, group, None] * scaling.features[None, :, group]
-        sums = (products.double() * factors.double() + sums.double()).float()
-    return sums
+from sametoken.ops.weight import BY_ROW
 
 
 @pytest.fixture
@@ -91,31 +69,32 @@ def test_warps_take_any_turns(few):
 
 @pytest.mark.parametrize("on_hopper", [True, False])
 @pytest.mark.parametrize(
-    ("depth", "rows", "features", "gated", "rounding", "blocks", "serves"),
+    ("depth", "rows", "features", "gated", "rounding", "blocks", "serving"),
     [
-        (272, 65, 24, False, GROUPED, True, True),
-        (272, 64, 24, False, GROUPED, True, False),
-        (264, 65, 24, False, GROUPED, True, False),
-        (272, 65, 24, False, GROUPED, False, False),
-        (272, 65, 24, False, BY_ROW, True, False),
-        (272, 65, 24, False, None, True, False),
-        (272, 33, 512, True, GROUPED, True, True),
-        (272, 32, 512, True, GROUPED, True, False),
-        (272, 65, 384, True, GROUPED, True, False),
+        (272, 65, 24, False, GROUPED, True, blocks_hopper),
+        (272, 64, 24, False, GROUPED, True, streamed_hopper),
+        (264, 65, 24, False, GROUPED, True, gemm),
+        (272, 65, 24, False, GROUPED, False, gemm),
+        (272, 65, 24, False, BY_ROW, True, gemm),
+        (272, 65, 24, False, None, True, gemm),
+        (272, 65, 512, True, GROUPED, True, blocks_hopper),
+        (272, 64, 512, True, GROUPED, True, streamed_hopper),
+        (272, 65, 384, True, GROUPED, True, gemm),
     ],
 )
 def test_many_rows_with_scales_of_blocks_are_served(
-    depth, rows, features, gated, rounding, blocks, serves, on_hopper, monkeypatch
+    depth, rows, features, gated, rounding, blocks, serving, on_hopper, monkeypatch
 ):
     reached = []
-    for module, name in ((blocks_hopper, "product"), (fp8_triton.gemm, "tiled_product")):
-        monkeypatch.setattr(module, name, lambda *_, name=name: reached.append(name))
+    products = {blocks_hopper: "product", streamed_hopper: "product", gemm: "tiled_product"}
+    for module, name in products.items():
+        monkeypatch.setattr(module, name, lambda *_, module=module: reached.append(module))
     monkeypatch.setattr(fp8_triton, "is_hopper", lambda device: on_hopper)
     matrix = torch.zeros(features, depth).to(torch.float8_e4m3fn)
     weight = Fp8DeviceWeight(matrix, torch.ones(features, 3), rounding, blocks)
     product = weight.gated_matmul if gated else weight.matmul
     product(torch.zeros(rows, depth, dtype=torch.float16))
-    assert reached == ["product" if serves and on_hopper else "tiled_product"]
+    assert reached == [serving if on_hopper else gemm]
 
 
 def test_rows_that_a_vocabulary_chose_are_of_no_block():

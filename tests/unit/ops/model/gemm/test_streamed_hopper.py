@@ -15,6 +15,7 @@ import torch
 from helpers.compiled import compile_launches, unused_barriers
 from helpers.exact_products import assert_gated, assert_rounded
 from helpers.gluon_interpreter import interpreted
+from helpers.grouped_products import GROUPED, operands, sums_of
 from sametoken.ops.hopper import MULTIPROCESSORS
 from sametoken.ops.launch_sizes import cdiv
 from sametoken.ops.model.gemm import fp8_triton, streamed_hopper
@@ -31,7 +32,7 @@ from sametoken.ops.model.gemm.tuning import (
 )
 from sametoken.ops.triton import DeviceWeight
 from sametoken.ops.triton_versions import VIEWS_REACH_FURTHER
-from sametoken.ops.weight import BY_ROW, Rounding
+from sametoken.ops.weight import BY_ROW
 
 GATED = GemmShape(24576, 4096, "silu_mul")
 #: Shapes of models, and of ranks' shares of them: a gate of one feature, routers, odd shares of a
@@ -107,6 +108,8 @@ def test_all_rows_of_a_bucket_have_one_kernel(element_bytes):
         for shape, *_ in USED:
             rows = range(below + 1, bucket + 1)
             assert len({streamed_config(shape, count, element_bytes) for count in rows}) == 1
+            grouped = {streamed_config(shape, count, 1, grouped=True) for count in rows}
+            assert len(grouped) == 1
 
 
 def test_tiles_of_many_rows_fit(launched):
@@ -225,6 +228,32 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype, epilogue, config, few):
         assert torch.equal(part, whole[begin:end])
 
 
+@pytest.mark.parametrize(
+    ("rows", "features", "depth", "epilogue", "config"),
+    [
+        (5, 104, 272, "none", StreamedConfig(8, 64, 2)),
+        (5, 104, 272, "none", StreamedConfig(8, 48, 2)),
+        (21, 104, 1040, "bias", StreamedConfig(16, 32, 4)),
+        (5, 130, 144, "logits", StreamedConfig(8, 64, 1, 2)),
+        (30, 130, 144, "logits", StreamedConfig(32, 64, 2)),
+        (21, 208, 400, "silu_mul", StreamedConfig(32, 32, 2)),
+        (21, 208, 400, "silu_mul", StreamedConfig(8, 32, 2, 3)),
+    ],
+)
+def test_sums_of_groups_are_added_times_their_scales(rows, features, depth, epilogue, config, few):
+    values, matrix, scaling = operands(rows, features, depth)
+    expected = sums_of(values, matrix, scaling)
+    bias = torch.arange(features).bfloat16() / 8
+    if epilogue == "bias":
+        expected += bias.float()
+    if epilogue == "silu_mul":
+        gate, up = expected.bfloat16().float().chunk(2, dim=1)
+        expected = gate / (1 + torch.exp(-gate)) * up
+    out = computed(config, Operands(values, matrix, bias, scaling), epilogue)
+    assert out.dtype == (torch.float32 if epilogue == "logits" else torch.bfloat16)
+    assert torch.equal(out, expected.to(out.dtype))
+
+
 @pytest.mark.parametrize("config", [StreamedConfig(8, 48, 2, 3), StreamedConfig(32, 16, 1, 2)])
 def test_warps_take_any_turns(config, few):
     given = Operands.of(torch.bfloat16)
@@ -283,10 +312,13 @@ def test_a_weight_that_cannot_be_streamed_has_another_kernel(
         (264, 32, BY_ROW, (), "tiled_product"),
         (272, 32, None, (), "tiled_product"),
         (272, 32, BY_ROW, (3,), "tiled_product"),
-        (272, 32, Rounding(grouped=True), (), "tiled_product"),
+        (272, 32, GROUPED, (), "tiled_product"),
+        (272, 32, GROUPED, (3,), "product"),
+        (272, 64, GROUPED, (3,), "product"),
+        (272, 65, GROUPED, (3,), "tiled_product"),
     ],
 )
-def test_float8_is_streamed_with_a_scale_a_row_and_a_feature(
+def test_float8_is_streamed_if_rows_and_features_have_scales_alike(
     depth, rows, rounding, groups, kernel, on_hopper, served, monkeypatch
 ):
     monkeypatch.setattr(fp8_triton, "is_hopper", lambda device: on_hopper)
@@ -304,6 +336,8 @@ def test_few_rows_are_served_where_lines_of_weights_can_be_loaded():
         assert streamed_config(shape, 64, 2)
         assert streamed_config(shape, 64, 1) is None
         assert streamed_config(shape, 129, 2) is None
+    assert streamed_config(GATED, 64, 1, grouped=True)
+    assert streamed_config(GATED, 65, 1, grouped=True) is None
     assert streamed_config(GemmShape(4096, 4100), 1, 2) is None
     assert streamed_config(GemmShape(4096, 4104), 1, 1) is None
     assert streamed_config(GemmShape(2 * 4100, 4096, "silu_mul"), 1, 2) is None
@@ -318,6 +352,18 @@ def test_long_rows_are_shared_out_evenly(features, depth, width):
     assert config.block_features == width
     if width < 64:
         assert 0.9 < -(-features // width) / MULTIPROCESSORS <= 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_rows"),
+    [
+        (GemmShape(4096, 12288), 32), (GemmShape(6144, 4096), 64),
+        (GemmShape(1024, 2048, "silu_mul"), 32), (GATED, 64),
+    ],
+)  # fmt: skip
+def test_tiles_of_groups_have_half_the_rows_where_features_are_few(shape, block_rows):
+    assert streamed_config(shape, 64, 1, grouped=True).block_rows == block_rows
+    assert streamed_config(shape, 32, 1, grouped=True).block_rows == 32
 
 
 def test_groups_share_activations_where_they_are_many_and_no_program_waits_for_it():
@@ -335,14 +381,15 @@ from sametoken.ops.model.gemm.triton import Scaling
 from sametoken.ops.model.gemm.tuning import GemmShape, streamed_config
 streamed_hopper.pdl_options = lambda x: {"PDL": True, "launch_pdl": True}
 e4m3, bf16 = torch.float8_e4m3fn, torch.bfloat16
-def product(rows, features, depth, epilogue="none", dtype=bf16, given=torch.float16):
+def product(rows, features, depth, epilogue="none", dtype=bf16, given=torch.float16, groups=()):
     given = given if dtype == e4m3 else dtype
     scaling = None
     if dtype == e4m3:
-        scaling = Scaling(torch.empty(features), torch.empty(rows), given)
+        scaling = Scaling(torch.empty(features, *groups), torch.empty(rows, *groups), given)
     bias = torch.empty(features, dtype=given) if epilogue == "bias" else None
     x, matrix = (torch.empty(n, depth, dtype=dtype) for n in (rows, features))
-    config = streamed_config(GemmShape(features, depth, epilogue), rows, x.itemsize)
+    shape = GemmShape(features, depth, epilogue)
+    config = streamed_config(shape, rows, x.itemsize, grouped=bool(groups))
     streamed_hopper.product(config, x, matrix, epilogue, bias, scaling)
 product(1, 4096, 12288)
 product(8, 4096, 12288)
@@ -354,6 +401,10 @@ product(100, 1000, 2896)
 product(3, 1, 2048, "logits")
 product(9, 2 * 1352, 2688, "silu_mul")
 product(32, 576, 2880, "bias", dtype=e4m3, given=torch.float32)
+product(3, 6144, 4096, dtype=e4m3, groups=(32,))
+product(32, 2 * 1536, 2896, "silu_mul", dtype=e4m3, groups=(23,))
+product(64, 24576, 4096, "silu_mul", dtype=e4m3, groups=(32,))
+product(64, 24576, 4096, dtype=e4m3, groups=(32,))
 product(16, 28672, 4096, "silu_mul")
 product(128, 24576, 4096, "silu_mul")
 # As with newer Tritons, whose views stay inside.
@@ -369,7 +420,7 @@ def test_weights_are_loaded_early_and_activations_after_the_wait(compiled):
     """What is stored needs activations, so it too comes after the kernels before."""
     kernels, _ = compiled
     # One row and eight are one kernel.
-    assert len(kernels) == (13 if VIEWS_REACH_FURTHER else 12)
+    assert len(kernels) == (17 if VIEWS_REACH_FURTHER else 16)
     for kernel, _ in kernels:
         before, after = kernel.split("griddepcontrol.wait")
         own, _, others = after.partition("barrier.sync")
@@ -383,7 +434,7 @@ def test_weights_are_loaded_early_and_activations_after_the_wait(compiled):
 
 def test_float8_is_multiplied_as_such(compiled):
     kernels, _ = compiled
-    assert sum("k32.f32.e4m3.e4m3" in kernel for kernel, _ in kernels) == 3
+    assert sum("k32.f32.e4m3.e4m3" in kernel for kernel, _ in kernels) == 7
     assert sum("k16.f32.f16.f16" in kernel for kernel, _ in kernels) == 1
 
 

@@ -187,7 +187,10 @@ def test_every_number_of_16_bits_is_rounded_as_by_the_reference():
 
 @pytest.mark.parametrize("norm_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("width", [256, 576, 3000, 4096, 5120, 8192, 12288])
-def test_a_norm_that_rounds_has_the_bits_of_the_norm_and_the_rounding(width, norm_dtype):
+@pytest.mark.parametrize(
+    "rounding", [Rounding(), Rounding(grouped=True), Rounding(grouped=True, powers=True)]
+)
+def test_a_norm_that_rounds_has_the_bits_of_the_norm_and_the_rounding(rounding, width, norm_dtype):
     """Rows of real numbers, whose sums of squares depend on their order; the last are special."""
     x, residual = normal(64, width) * 3, normal(64, width, seed=1)
     x[60], x[61, 7], x[62, width - 1], x[63] = 0, torch.nan, torch.inf, torch.nan
@@ -196,8 +199,9 @@ def test_a_norm_that_rounds_has_the_bits_of_the_norm_and_the_rounding(width, nor
     normed, total = add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
     cases = [(rms_norm(x, weight, 1e-6), x, None), (normed, x, residual.clone())]
     for expected, given, added in cases:
-        rows, summed = rounding_rms_norm(given, added, weight, 1e-6)
-        for got, wanted in zip((rows.values, rows.scale), rounded(expected), strict=True):
+        rows, summed = rounding_rms_norm(given, added, weight, 1e-6, rounding)
+        pairs = zip((rows.values, rows.scale), rounded(expected, rounding), strict=True)
+        for got, wanted in pairs:
             assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(summed.view(torch.uint8), total.view(torch.uint8))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sametoken.ops.backend import Kernels
-from sametoken.ops.weight import RoundedRows
+from sametoken.ops.weight import RoundedRows, Rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,12 @@ class RoundingNorm:
     kernels: Kernels
     weight: Tensor
     eps: float
+    rounding: Rounding
 
     def __call__(self, x: Tensor) -> RoundedRows:
         """[T, hidden] -> [T, hidden]."""
-        return self.kernels.rounding_rms_norm(x, None, self.weight, self.eps)[0]
+        return self.kernels.rounding_rms_norm(x, None, self.weight, self.eps, self.rounding)[0]
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[RoundedRows, Tensor]:
         """As ``RMSNorm.add``."""
-        return self.kernels.rounding_rms_norm(x, residual, self.weight, self.eps)
+        return self.kernels.rounding_rms_norm(x, residual, self.weight, self.eps, self.rounding)

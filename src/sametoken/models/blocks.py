@@ -115,7 +115,7 @@ def layer_parts(layer: Layer, following: BlockNorm) -> LayerParts | None:
 def norms_before(
     attention: Block, mlp: Block, input_norm: RMSNorm, post_attention_norm: RMSNorm
 ) -> tuple[BlockNorm, BlockNorm]:
-    """A layer's norms; each rounds its rows if one product alone reads and rounds them by row."""
+    """A layer's norms; each rounds what one product alone reads, unless its scale is fixed."""
     if not (isinstance(attention, Attention) and isinstance(mlp, GatedMLP)):
         return input_norm, post_attention_norm
     return (
@@ -126,9 +126,9 @@ def norms_before(
 
 def _norm_before(weight: Weight, norm: RMSNorm) -> BlockNorm:
     rounding = weight.rounding if isinstance(weight, RoundingWeight) else None
-    if rounding is None or not rounding.by_row:
+    if rounding is None or not rounding.is_dynamic:
         return norm
-    return RoundingNorm(norm.kernels, norm.weight, norm.eps)
+    return RoundingNorm(norm.kernels, norm.weight, norm.eps, rounding)
 
 
 def zero_centred(weights: WeightReader, name: str, size: int) -> Tensor:

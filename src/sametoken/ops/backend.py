@@ -26,7 +26,7 @@ from sametoken.ops.model.latent_attention.shape import (
 from sametoken.ops.model.recurrent.rule import FastPrompts as FastPrompts
 from sametoken.ops.model.recurrent.rule import Folded, RecurrentPass, RecurrentRule
 from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules, Truncation
-from sametoken.ops.weight import Packing, RoundedRows, UnquantizedWeight
+from sametoken.ops.weight import BY_ROW, Packing, RoundedRows, Rounding, UnquantizedWeight
 
 if TYPE_CHECKING:
     from sametoken.ops.expanded_rows import ExpandedRows
@@ -243,11 +243,17 @@ class Kernels(Packing, Protocol):
         ...
 
     def rounding_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        rounding: Rounding = BY_ROW,
     ) -> tuple[RoundedRows, Tensor]:
         """``rms_norm`` or, with a residual, ``add_rms_norm``, its rows rounded for a product.
 
-        The rows have the bits of a norm in x's dtype that is rounded ``BY_ROW`` after.
+        The rows have the bits of a norm in x's dtype that is rounded after; ``rounding`` is
+        dynamic.
         """
         ...
 

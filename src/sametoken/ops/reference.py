@@ -19,7 +19,7 @@ from sametoken.ops.model import embedding as embedding_reference
 from sametoken.ops.model import partial_sum as partial_sum_op
 from sametoken.ops.model.attention import reference as attention_op
 from sametoken.ops.model.gemm import reference as gemm
-from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize, rounded
+from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize, rounded_by
 from sametoken.ops.model.gemm.int4 import Int4Weight, expanded
 from sametoken.ops.model.gemm.reference import MatrixWeight
 from sametoken.ops.model.gemm.stacked import StackedWeight
@@ -36,12 +36,14 @@ from sametoken.ops.sampling import sample as sampling
 from sametoken.ops.sampling import truncation as truncation_op
 from sametoken.ops.sampling.sample import make_keys
 from sametoken.ops.weight import (
+    BY_ROW,
     ExpertForm,
     Experts,
     Fp8Matrix,
     Int4Matrix,
     IntegerMatrix,
     RoundedRows,
+    Rounding,
     UnquantizedWeight,
     Weight,
 )
@@ -68,13 +70,18 @@ class ComposedKernels:
         )
 
     def rounding_rms_norm(
-        self: Kernels, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+        self: Kernels,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        rounding: Rounding = BY_ROW,
     ) -> tuple[RoundedRows, Tensor]:
         if residual is None:
             normed, total = self.rms_norm(x, weight, eps), x
         else:
             normed, total = self.add_rms_norm(x, residual, weight, eps)
-        return RoundedRows(*rounded(normed), normed.dtype), total
+        return RoundedRows(*rounded_by(rounding, normed), normed.dtype), total
 
     def require_integer_experts(self) -> None:
         """Accept them."""

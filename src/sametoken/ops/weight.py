@@ -35,9 +35,9 @@ class Rounding:
         assert self.grouped or not self.powers
 
     @property
-    def by_row(self) -> bool:
-        """Whether a row's scale is that of its own largest element."""
-        return self.scale is None and not self.grouped
+    def is_dynamic(self) -> bool:
+        """Whether scales are those of a row's, or its groups', own largest elements."""
+        return self.scale is None
 
     @property
     def form(self) -> tuple[bool, bool]:
@@ -50,11 +50,11 @@ BY_ROW = Rounding()
 
 @dataclass(frozen=True, slots=True)
 class RoundedRows:
-    """Rows that were rounded ``BY_ROW`` for a product.
+    """Rows that were rounded for a product, whose ``Rounding`` is dynamic.
 
     Attributes:
         values: [T, K] float8 e4m3, contiguous.
-        scale: [T] fp32, factors on the rows.
+        scale: [T] or [T, groups] fp32, factors on the rows or groups.
         dtype: of the rows before, and of products.
     """
 
@@ -212,7 +212,7 @@ class RoundingWeight(Weight, Protocol):
     def rounding(self) -> Rounding | None: ...
 
     def matmul_rounded(self, rows: RoundedRows, bias: Tensor | None = None) -> Tensor:
-        """``matmul`` of the rows before they were rounded; ``rounding`` must be ``by_row``."""
+        """``matmul`` of the rows before they were rounded; as ``rounding`` says; it is dynamic."""
         ...
 
     def gated_matmul_rounded(self, rows: RoundedRows) -> Tensor:

@@ -85,9 +85,10 @@ def logits_of(model, *chunks: int) -> torch.Tensor:
         (ReferenceKernels(), torch.bfloat16),
     ],
 )
-def test_no_bit_of_the_logits_moves(tmp_path, kernels, dtype):
+@pytest.mark.parametrize("rounding", [("channel", TOKEN), ("block", GROUP)])
+def test_no_bit_of_the_logits_moves(tmp_path, kernels, dtype, rounding):
     """Of a prompt, of single rows, and of windows of drafts after them."""
-    model, plain = both(write_fp8(tmp_path), kernels, dtype=dtype)
+    model, plain = both(write_fp8(tmp_path, *rounding), kernels, dtype=dtype)
     expected = logits_of(plain)
     for chunks in ((), (5, 1, 1, 3)):
         assert torch.equal(logits_of(model, *chunks), expected)
@@ -101,9 +102,11 @@ def test_kept_rows_and_auxiliary_states_are_the_same(tmp_path):
         assert torch.equal(got.auxiliary, expected.auxiliary)
 
 
-def test_products_behind_norms_round_nothing_themselves(tmp_path, monkeypatch):
+@pytest.mark.parametrize("rounding", [("channel", TOKEN), ("block", GROUP)])
+def test_products_behind_norms_round_nothing_themselves(tmp_path, monkeypatch, rounding):
     """Of four products of a layer two are behind no norm."""
-    model, rounded, calls = load(write_fp8(tmp_path), triton_kernels()), fp8_triton.rounded, []
+    path, rounded, calls = write_fp8(tmp_path, *rounding), fp8_triton.rounded, []
+    model = load(path, triton_kernels())
     monkeypatch.setattr(
         fp8_triton, "rounded", lambda *given: [calls.append(given), rounded(*given)][1]
     )
@@ -150,7 +153,6 @@ def fp8_copy(folder, family: str, **changes):
 EXPERTS_ALONE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 OTHERS = {
     "plain": write_llama,
-    "blocks": lambda folder: write_fp8(folder, "block", GROUP),
     "static": lambda folder: write_fp8(folder, "tensor", STATIC),
     "weights alone": lambda folder: write_fp8(folder, "channel", None),
     "w4a16": w4a16,

@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
-from sametoken.ops.model.gemm.fp8_triton import store_rounded
+from sametoken.ops.model.gemm.fp8 import GROUP
+from sametoken.ops.model.gemm.fp8_triton import rounded_lines, store_rounded
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
-from sametoken.ops.weight import RoundedRows
+from sametoken.ops.weight import BY_ROW, RoundedRows, Rounding
 
 _ELEMENTS_PER_WARP = 512
 _GATED_ELEMENTS = 1024
@@ -49,8 +50,10 @@ def _rms_norm_kernel(
     weight,  # [WIDTH]
     out,  # [T, WIDTH], may be x
     total,  # [T, WIDTH], written: x + residual; may be residual; None without
-    row_scale,  # [T], written: of rows that are rounded to out's float8; None: they are not
+    row_scale,  # [T, groups], written: of rows that are rounded to out's float8; None: they are not
     eps,
+    GROUP: tl.constexpr,  # elements that share a scale; 0: a row's
+    POWERS: tl.constexpr,  # scales of groups are powers of two
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -72,9 +75,35 @@ def _rms_norm_kernel(
         store_normed(out + start, value, factor, eps, WIDTH, BLOCK)
     else:
         normed = (value * _scale_of(value, eps, WIDTH) * factor).to(x.dtype.element_ty)
+        normed = normed.to(tl.float32)
+        if GROUP:
+            scales = row_scale + row * ((WIDTH + GROUP - 1) // GROUP)
+            _store_groups(out + start, scales, normed, GROUP, POWERS, WIDTH)
+            return
         # A thread with 16 elements to store would load 16 to add: as many as of x keep the sum.
         at = tl.max_contiguous(out + start + columns, 128 // x.dtype.element_ty.primitive_bitwidth)
-        store_rounded(at, row_scale + row, normed.to(tl.float32), inside)
+        store_rounded(at, row_scale + row, normed, inside)
+
+
+@triton.jit
+def _store_groups(
+    out,  # [WIDTH] float8, written
+    scales,  # [groups], written
+    value,  # [BLOCK] fp32, 0 beyond WIDTH
+    GROUP: tl.constexpr,
+    POWERS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Store a row as ``rounded`` makes it by groups."""
+    LINES: tl.constexpr = value.shape[0] // GROUP
+    line = tl.arange(0, LINES)[:, None]
+    column = line * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = column < WIDTH
+    # Beyond a row with NaN there is NaN, too.
+    lines = tl.where(inside, tl.reshape(value, [LINES, GROUP]), 0.0)
+    lines, step = rounded_lines(lines, POWERS)
+    tl.store(out + column, lines.to(out.dtype.element_ty), inside)
+    tl.store(scales + line, step, line * GROUP < WIDTH)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -208,12 +237,19 @@ def add_rms_norm_apart(
 
 
 def rounding_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    rounding: Rounding = BY_ROW,
 ) -> tuple[RoundedRows, Tensor]:
     """See ``Kernels.rounding_rms_norm``; writes the sum into ``residual``."""
+    assert rounding.is_dynamic
+    rows, width = x.shape
+    shape = (rows, cdiv(width, GROUP)) if rounding.grouped else (rows,)
     values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    _launch_rms_norm(x, weight, eps, values, residual, residual, scale)
+    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+    _launch_rms_norm(x, weight, eps, values, residual, residual, scale, rounding)
     return RoundedRows(values, scale, x.dtype), x if residual is None else residual
 
 
@@ -225,6 +261,7 @@ def _launch_rms_norm(
     residual: Tensor | None = None,
     total: Tensor | None = None,
     row_scale: Tensor | None = None,
+    rounding: Rounding = BY_ROW,
 ) -> None:
     num_rows, width = x.shape
     assert x.stride(1) == 1
@@ -239,9 +276,11 @@ def _launch_rms_norm(
     assert weight.is_contiguous()
     if num_rows:
         x_stride = None if x.is_contiguous() else x.stride(0)
+        program = row_program(width)
+        group = min(GROUP, program["BLOCK"]) if rounding.grouped else 0
         _rms_norm_kernel[(num_rows,)](
             x, x_stride, residual, weight, out, total, row_scale, eps,
-            **row_program(width), **pdl_options(x),
+            GROUP=group, POWERS=rounding.powers, **program, **pdl_options(x),
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from helpers.poisoned import DEVICE, close, noise, poisoned
 from sametoken.ops.model import norm_rope as reference
 from sametoken.ops.model import norm_triton as norm
 from sametoken.ops.model.gemm import fp8_triton
+from sametoken.ops.weight import BY_ROW, Rounding
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -39,6 +40,9 @@ def test_add_rms_norm_rounds_the_residual_once_and_works_in_place(dtype):
     assert torch.equal(normed, norm.rms_norm(poisoned(total), weight, 1e-6))
 
 
+ROUNDINGS = (BY_ROW, Rounding(grouped=True), Rounding(grouped=True, powers=True))
+
+
 def hostile(width: int, dtype: torch.dtype) -> torch.Tensor:
     """Rows of noise, zeros, NaN or an infinity in one place, one huge element, and tiny ones."""
     x = noise(7, width, dtype=dtype)
@@ -48,35 +52,44 @@ def hostile(width: int, dtype: torch.dtype) -> torch.Tensor:
     return x
 
 
-@pytest.mark.filterwarnings("ignore:(invalid value|overflow|All-NaN slice) encountered")
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide|All-NaN).* encountered")
 @pytest.mark.parametrize(
     "residual_of",
     [lambda x: None, lambda x: noise(*x.shape, dtype=x.dtype, seed=5), torch.zeros_like],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("width", [1, 64, 99, 576, 1500])
-def test_a_norm_that_rounds_is_the_norm_and_then_the_rounding(width, dtype, residual_of):
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_a_norm_that_rounds_is_the_norm_and_then_the_rounding(rounding, width, dtype, residual_of):
     x, weight = hostile(width, dtype), noise(width, dtype=dtype, seed=1)
     residual, before = residual_of(x), x.clone()
     if residual is None:
         normed, total = norm.rms_norm(x, weight, 1e-6), x
     else:
         normed, total = norm.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
-    values, scale = fp8_triton.rounded(normed)
-    rows, summed = norm.rounding_rms_norm(x, residual, weight, 1e-6)
+    values, scale = fp8_triton.rounded(normed, rounding)
+    rows, summed = norm.rounding_rms_norm(x, residual, weight, 1e-6, rounding)
     assert torch.equal(rows.values.view(torch.uint8), values.view(torch.uint8))
-    assert torch.equal(rows.scale.view(torch.uint8), scale.view(torch.uint8))
+    if rounding.grouped:
+        # Groups of NaN alone have any scale.
+        some = ~normed.isnan().any(1)
+        scale, found = scale[some], rows.scale[some]
+    else:
+        found = rows.scale
+    assert torch.equal(found.view(torch.uint8), scale.view(torch.uint8))
     assert rows.dtype == dtype
     assert summed is (x if residual is None else residual)
     assert torch.equal(summed.view(torch.uint8), total.view(torch.uint8))
     assert torch.equal(x.view(torch.uint8), before.view(torch.uint8))
     assert normed.isnan().any(1).tolist()[1:4] == [False, True, True]
-    assert norm.rounding_rms_norm(x[:0], None, weight, 1e-6)[0].shape == (0, width)
+    nothing, _ = norm.rounding_rms_norm(x[:0], None, weight, 1e-6, rounding)
+    assert nothing.shape == (0, width)
 
 
-def test_a_norm_that_rounds_writes_its_rows_and_no_more(monkeypatch):
-    x, weight = noise(3, 99, dtype=torch.float16), noise(99, dtype=torch.float16, seed=1)
-    expected, _ = norm.rounding_rms_norm(x, None, weight, 1e-6)
+@pytest.mark.parametrize(("rounding", "num_scales"), zip(ROUNDINGS, (3, 6, 6), strict=True))
+def test_a_norm_that_rounds_writes_its_rows_and_no_more(rounding, num_scales, monkeypatch):
+    x, weight = noise(3, 131, dtype=torch.float16), noise(131, dtype=torch.float16, seed=1)
+    expected, _ = norm.rounding_rms_norm(x, None, weight, 1e-6, rounding)
     memory = {
         dtype: torch.full((512,), torch.nan, device=DEVICE).to(dtype)
         for dtype in (torch.float8_e4m3fn, torch.float32)
@@ -88,18 +101,19 @@ def test_a_norm_that_rounds_writes_its_rows_and_no_more(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty_like", lambda x, dtype: carved(x.shape, dtype))
-        patch.setattr(torch, "empty", lambda rows, dtype, device: carved((rows,), dtype))
-        rows, _ = norm.rounding_rms_norm(x, None, weight, 1e-6)
+        patch.setattr(torch, "empty", lambda shape, dtype, device: carved(shape, dtype))
+        rows, _ = norm.rounding_rms_norm(x, None, weight, 1e-6, rounding)
     assert rows.values.data_ptr() == memory[torch.float8_e4m3fn].data_ptr() + 64
     assert torch.equal(rows.values.float(), expected.values.float())
     assert torch.equal(rows.scale, expected.scale)
-    for part, count in ((rows.values, 3 * 99), (rows.scale, 3)):
+    for part, count in ((rows.values, 3 * 131), (rows.scale, num_scales)):
         outside = torch.cat((memory[part.dtype][:64], memory[part.dtype][64 + count :]))
         assert outside.float().isnan().all()
 
 
 BOTH_NORMS = """
 from sametoken.ops.model import norm_triton as norm
+from sametoken.ops.weight import Rounding
 x, residual, (weight, _) = (torch.zeros(2, {width}, dtype=torch.bfloat16) for _ in range(3))
 norm.{call}
 """
@@ -117,6 +131,11 @@ def order_of_the_sum(cache, code: str):
     [
         ("rms_norm(x, weight, 1e-6)", "rounding_rms_norm(x, None, weight, 1e-6)"),
         ("add_rms_norm(x, residual, weight, 1e-6)", "rounding_rms_norm(x, residual, weight, 1e-6)"),
+        ("rms_norm(x, weight, 1e-6)", "rounding_rms_norm(x, None, weight, 1e-6, Rounding(True))"),
+        (
+            "add_rms_norm(x, residual, weight, 1e-6)",
+            "rounding_rms_norm(x, residual, weight, 1e-6, Rounding(True))",
+        ),
     ],
 )
 @pytest.mark.parametrize("width", [4096, 3000])

@@ -65,6 +65,7 @@ _ROUNDED_ELEMENTS = 2048
 FEW_ROWS = 64
 
 _STEP, _TINY = tl.constexpr(STEP), tl.constexpr(TINY)
+_MANTISSA, _EXPONENT = tl.constexpr(MANTISSA), tl.constexpr(EXPONENT)
 
 
 class Tile(NamedTuple):
@@ -222,7 +223,7 @@ def product(
     """One product with quantized activations.
 
     Args:
-        x: [T, K], contiguous; rounded by row only if the weight's products round so.
+        x: [T, K], contiguous; rounded only as the weight's products round.
         weight: [N, K].
         epilogue, bias: as in ``gemm.product``.
         config: by default ``streamed_config`` where that kernel serves, else ``default_config``;
@@ -254,7 +255,8 @@ def _operand(x: Normed, rounding: Rounding | None) -> tuple[Tensor, Tensor | Non
     if not isinstance(x, RoundedRows):
         return (x, None) if rounding is None else rounded(x, rounding)
     assert rounding is not None
-    assert rounding.by_row
+    assert rounding.is_dynamic
+    assert rounding.grouped == (x.scale.dim() == 2)
     return x.values, x.scale
 
 
@@ -285,8 +287,7 @@ def rounded(
             width,
             TOP_K=top_k,
             LARGEST=LARGEST,
-            MANTISSA=MANTISSA if rounding.powers else 0,
-            EXPONENT=EXPONENT,
+            POWERS=rounding.powers,
             GROUPS=groups,
             LINES=lines,
             BLOCK=block,
@@ -315,6 +316,16 @@ def store_rounded(
     tl.store(scale, step)
 
 
+@triton.jit
+def rounded_lines(value, POWERS: tl.constexpr):
+    """Lines [lines, elements] fp32 in units of their scales, and those, [lines, 1]."""
+    step = _step_of(tl.max(tl.abs(value), axis=1, keep_dims=True))
+    if POWERS:
+        step = (step.to(tl.int32, bitcast=True) + _MANTISSA) & _EXPONENT
+        step = step.to(tl.float32, bitcast=True)
+    return value * tl.div_rn(1.0, step), step
+
+
 @triton.jit(do_not_specialize=["num_lines"])
 def _round_kernel(
     x,  # [rows, width], without pairs
@@ -326,8 +337,7 @@ def _round_kernel(
     width,
     TOP_K: tl.constexpr,
     LARGEST: tl.constexpr,
-    MANTISSA: tl.constexpr,  # 0: scales are no powers of two
-    EXPONENT: tl.constexpr,
+    POWERS: tl.constexpr,
     GROUPS: tl.constexpr,
     LINES: tl.constexpr,
     BLOCK: tl.constexpr,  # elements of a group
@@ -348,10 +358,6 @@ def _round_kernel(
         value *= tl.div_rn(1.0, step)
         value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     else:
-        step = _step_of(tl.max(tl.abs(value), axis=1, keep_dims=True))
-        if MANTISSA:
-            step = (step.to(tl.int32, bitcast=True) + MANTISSA) & EXPONENT
-            step = step.to(tl.float32, bitcast=True)
-        value *= tl.div_rn(1.0, step)
+        value, step = rounded_lines(value, POWERS)
     tl.store(matrix + at, value.to(matrix.dtype.element_ty), inside)
     tl.store(scale + line, step, line < num_lines)

@@ -38,7 +38,7 @@ from typing import Any
 
 from configs import CONFIGS, EngineArgs
 from engines import ENGINES, Engine
-from workloads import WORKLOADS, Load, Request, Sizes, loads_of, requests_of, warm_up_of
+from workloads import STEPS, WORKLOADS, Load, Request, Sizes, loads_of, requests_of, warm_up_of
 
 BEGAN = time.perf_counter()
 
@@ -225,7 +225,7 @@ def main() -> int:
         arguments.long_output,
         arguments.crowd,
     )
-    workloads = arguments.workloads or WORKLOADS[arguments.config]
+    workloads = arguments.workloads or WORKLOADS.get(arguments.config, STEPS)
     loads = [load for workload in workloads for load in loads_of(workload, sizes)]
     recorder = Recorder(engine_args, arguments, sizes)
     say(f"{arguments.engine} {arguments.config} is up: {json.dumps(recorder.record['facts'])}")

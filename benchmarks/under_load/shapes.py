@@ -43,6 +43,8 @@ _BLOCKS = {
 }
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 W4A16 = _compressed("pack-quantized", _INT4 | {"dynamic": False}, None)
+W4A16_MOE = _compressed("pack-quantized", _INT4 | {"dynamic": False}, None)
+W4A16_MOE["quantization_config"]["ignore"].append("re:.*mlp.gate$")
 
 # Qwen/Qwen3-8B
 QWEN3_8B = _BF16 | {
@@ -432,6 +434,7 @@ SHAPES = {
     "qwen3-30b-a3b-fp8-blocks": QWEN3_MOE | FP8_BLOCKS_MOE,
     "qwen35-35b-a3b": QWEN35_MOE,
     "qwen35-35b-a3b-fp8": QWEN35_MOE_FP8,
+    "qwen3-30b-a3b-w4a16": QWEN3_MOE | W4A16_MOE,
     "lightning-30b-a3b": NEMOTRON,
     "nano-30b-a3b-fp8": NEMOTRON_FP8,
     "glm-4.7-flash": GLM_FLASH,

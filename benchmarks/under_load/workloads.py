@@ -28,7 +28,7 @@ FEW = ["burst:1", "burst:64", "burst:256"]
 STEPS = ["burst:1", "burst:8", "burst:64"]
 LONG = ["long:1x16384", "long:8x16384", "long:1x32000"]
 NGRAM = ["ngram-never", "ngram-never:1", "ngram-repeat"]
-#: Workloads of a configuration, unless others are named.
+#: Workloads of a configuration, unless others are named; of others ``STEPS``.
 WORKLOADS = {
     "plain": [*DENSE, "mixed:384", *LONG, *NGRAM, "asked"],
     "eagle3": [*FEW, "mixed:384", "long:8x16384"],
@@ -37,8 +37,6 @@ WORKLOADS = {
     "q35": [*FEW, "mixed:384", "long:8x16384", "long:1x32000"],
     "q35mtp3": [*FEW, "mixed:384"],
     "ngram5": NGRAM,
-    **dict.fromkeys(("fp8", "fp8blocks", "w4a16", "moe", "moefp8", "moefp8blocks"), STEPS),
-    **dict.fromkeys(("nemotron", "nemotronmtp5"), STEPS),
     **{
         name: [*STEPS, "long:8x16384"]
         for name in ("glm", "glmmtp3", "gptoss", "gemma3", "graniteh")

@@ -22,7 +22,7 @@ from sametoken.ops.model import moe_blocks_hopper
 from sametoken.ops.model.activation_triton import Activation, activated
 from sametoken.ops.model.gemm.fp8_triton import rounded
 from sametoken.ops.model.gemm.int4_panels import ONE, Int4Panels, gate_and_up, int4_sums
-from sametoken.ops.model.gemm.triton import finished, groups_of, scaled, with_products
+from sametoken.ops.model.gemm.triton import finished, groups_of, scale_of, scaled, with_products
 from sametoken.ops.model.moe_rows_triton import AddToPairs, RowGroups, combine
 from sametoken.ops.model.moe_stack import ExpertStack
 from sametoken.ops.model.moe_tiles import ExpertTile, expert_tile, panels_tile
@@ -91,21 +91,33 @@ def _sums(
 
     With GATED those of up too, over the same tiles of rows; else the second result is 0.
     """
+    # Scales of the next group are on their way during the products of gate and up.
+    AHEAD: tl.constexpr = GATED and x_scales is not None
     depth = tl.arange(0, DEPTH)
     acc = tl.zeros([w_at.shape[0], x_at.shape[0]], tl.float32)
     up = tl.zeros([w_at.shape[0], x_at.shape[0]], tl.float32)
+    if AHEAD:
+        w_next = scale_of(w_scales, is_feature, 0, W_STEP)
+        up_next = scale_of(up_scales, is_feature, 0, W_STEP)
+        x_next = scale_of(x_scales, is_row, 0, X_STEP)
     for k in range(0, K, DEPTH):
         column, group = k + depth, k // DEPTH
+        if AHEAD:
+            w_scale, up_scale, x_scale = w_next, up_next, x_next
+            more = k + DEPTH < K
+            w_next = scale_of(w_scales, is_feature & more, group + 1, W_STEP)
+            up_next = scale_of(up_scales, is_feature & more, group + 1, W_STEP)
+            x_next = scale_of(x_scales, is_row & more, group + 1, X_STEP)
+        else:
+            w_scale = scale_of(w_scales, is_feature, group, W_STEP)
+            up_scale = scale_of(up_scales if GATED else None, is_feature, group, W_STEP)
+            x_scale = scale_of(x_scales, is_row, group, X_STEP)
         x_tile = _tile(x_tiles, x_first, k, x_at, is_row, column, K)
         w_tile = _tile(w_tiles, w_first, k, w_at, is_feature, column, K)
-        acc = with_products(
-            acc, w_tile, x_tile, w_scales, is_feature, x_scales, is_row, group, W_STEP, X_STEP
-        )
+        acc = with_products(acc, w_tile, x_tile, w_scale, x_scale)
         if GATED:
             up_tile = _tile(w_tiles, w_first + N, k, w_at + N * K, is_feature, column, K)
-            up = with_products(
-                up, up_tile, x_tile, up_scales, is_feature, x_scales, is_row, group, W_STEP, X_STEP
-            )
+            up = with_products(up, up_tile, x_tile, up_scale, x_scale)
     return acc, up
 
 

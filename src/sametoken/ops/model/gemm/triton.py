@@ -57,15 +57,14 @@ def sums(
         x_tile = _tile(x_tiles, first_row, x_at, k, row_present, inside, EVEN_DEPTH)
         w_tile = _tile(w_tiles, first_feature, w_at, k, present, inside, EVEN_DEPTH)
         group = k // DEPTH
-        acc = with_products(
-            acc, w_tile, x_tile, w_scales, present, x_scales, row_present, group, W_STEP, X_STEP
-        )
+        x_scale = scale_of(x_scales, row_present, group, X_STEP)
+        w_scale = scale_of(w_scales, present, group, W_STEP)
+        acc = with_products(acc, w_tile, x_tile, w_scale, x_scale)
         if EPILOGUE == "silu_mul":
             first_up = out_features + first_feature
             w_tile = _tile(w_tiles, first_up, w_at + half, k, present, inside, EVEN_DEPTH)
-            up = with_products(
-                up, w_tile, x_tile, up_scales, present, x_scales, row_present, group, W_STEP, X_STEP
-            )
+            w_scale = scale_of(up_scales, present, group, W_STEP)
+            up = with_products(up, w_tile, x_tile, w_scale, x_scale)
     return acc, up
 
 
@@ -80,18 +79,17 @@ def _tile(tiles, first, at, k, present, inside, EVEN_DEPTH: tl.constexpr):
 
 
 @triton.jit
-def with_products(
-    acc,
-    w_tile,
-    x_tile,
-    w_scales,
-    present,
-    x_scales,
-    row_present,
-    group,
-    W_STEP: tl.constexpr,
-    X_STEP: tl.constexpr,
-):
+def scale_of(scales, present, group, STEP: tl.constexpr):
+    """A group's scales, or None."""
+    if scales is None:
+        scale: tl.constexpr = None
+    else:
+        scale = tl.load(scales + group * STEP, mask=present, other=0.0)
+    return scale
+
+
+@triton.jit
+def with_products(acc, w_tile, x_tile, w_scale, x_scale):
     """``acc + w_tile @ x_tile.T``, times scales of the group, if any: [features, rows] fp32.
 
     Without groups the tensor cores' sum runs on from tile to tile, of float8 too.
@@ -99,18 +97,16 @@ def with_products(
     # Exact: every float8 number is one of the wider formats.
     WIDENED: tl.constexpr = w_tile.dtype != x_tile.dtype
     w_tile = w_tile.to(x_tile.dtype)
-    if w_scales is None:
+    if w_scale is None:
         acc = tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
         if WIDENED:
             acc = finished(acc)
     else:
         products = tl.dot(w_tile, x_tile.T, input_precision="ieee")
-        w_scale = tl.load(w_scales + group * W_STEP, mask=present, other=0)[:, None]
-        if x_scales is not None:
-            x_scale = tl.load(x_scales + group * X_STEP, mask=row_present, other=0)
-            products *= w_scale * x_scale[None, :]
+        if x_scale is not None:
+            products *= w_scale[:, None] * x_scale[None, :]
         else:
-            products *= w_scale
+            products *= w_scale[:, None]
         acc += products
     return acc
 

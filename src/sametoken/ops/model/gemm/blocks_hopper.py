@@ -1,6 +1,7 @@
 """The launch of products of many float8 rows on Hopper, of weights with scales of blocks.
 
-On other chips, of few rows and of other scales, Triton kernels serve, with the same bits.
+Few rows are streamed (``streamed_hopper``); on other chips and of other scales Triton kernels serve.
+All have the same bits.
 """
 
 from __future__ import annotations

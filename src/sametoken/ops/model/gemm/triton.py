@@ -57,14 +57,18 @@ def sums(
         x_tile = _tile(x_tiles, first_row, x_at, k, row_present, inside, EVEN_DEPTH)
         w_tile = _tile(w_tiles, first_feature, w_at, k, present, inside, EVEN_DEPTH)
         group = k // DEPTH
-        x_scale = scale_of(x_scales, row_present, group, X_STEP)
-        w_scale = scale_of(w_scales, present, group, W_STEP)
+        w_scale, up_scale, x_scale = None, None, None
+        if w_scales is not None:
+            w_scale = tl.load(w_scales + group * W_STEP, mask=present, other=0)
+        if x_scales is not None:
+            x_scale = tl.load(x_scales + group * X_STEP, mask=row_present, other=0)
         acc = with_products(acc, w_tile, x_tile, w_scale, x_scale)
         if EPILOGUE == "silu_mul":
             first_up = out_features + first_feature
             w_tile = _tile(w_tiles, first_up, w_at + half, k, present, inside, EVEN_DEPTH)
-            w_scale = scale_of(up_scales, present, group, W_STEP)
-            up = with_products(up, w_tile, x_tile, w_scale, x_scale)
+            if up_scales is not None:
+                up_scale = tl.load(up_scales + group * W_STEP, mask=present, other=0)
+            up = with_products(up, w_tile, x_tile, up_scale, x_scale)
     return acc, up
 
 
@@ -76,16 +80,6 @@ def _tile(tiles, first, at, k, present, inside, EVEN_DEPTH: tl.constexpr):
     if EVEN_DEPTH:
         return tl.load(at + k, mask=present[:, None], other=0.0)
     return tl.load(at + k, mask=present[:, None] & inside[None, :], other=0.0)
-
-
-@triton.jit
-def scale_of(scales, present, group, STEP: tl.constexpr):
-    """A group's scales, or None."""
-    if scales is None:
-        scale: tl.constexpr = None
-    else:
-        scale = tl.load(scales + group * STEP, mask=present, other=0.0)
-    return scale
 
 
 @triton.jit

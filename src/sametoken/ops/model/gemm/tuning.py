@@ -198,16 +198,13 @@ def streamed_config(
     features = shape.out_features // (2 if gated else 1)
     if row_bytes % 16 or (gated and features % 8):
         return None
-    if rows > (128 if element_bytes > 1 else 64 if grouped else 32):
+    if grouped and rows > 32:
+        return _streamed_of_groups(features, rows, gated=gated)
+    if rows > (128 if element_bytes > 1 else 32):
         return None
     if rows > 64:
         return _streamed_of_many(features, row_bytes, gated=gated)
     block = next(size for size in (8, 16, 32, 64) if rows <= size)
-    if grouped and block == 64:
-        width = 32 if gated else 64
-        # Two tiles of rows give twice as many programs to a narrow weight.
-        block = 32 if 2 * cdiv(features, width) <= MULTIPROCESSORS else 64
-        return StreamedConfig(block, width, boxes=2)
     if gated:
         few = row_bytes < LONG or block == 8 or grouped
         groups = 1 if few else _evenest(features, [96, 64, 32]) // 32
@@ -225,6 +222,15 @@ def _streamed_of_many(features: int, row_bytes: int, *, gated: bool) -> Streamed
     # Two tiles of rows give twice as many programs to a narrow weight.
     serves = features < NARROW and row_bytes < LONGEST
     return StreamedConfig(64, 64, boxes=2) if serves else None
+
+
+def _streamed_of_groups(features: int, rows: int, *, gated: bool) -> StreamedConfig | None:
+    """Of float8 with scales of groups: small tiles while all of them run at once."""
+    width = 32 if gated else 64
+    for block in (32, 64):
+        if cdiv(row_bucket(rows), block) * cdiv(features, width) <= MULTIPROCESSORS:
+            return StreamedConfig(block, width, boxes=2) if rows <= ROW_BUCKETS[-1] else None
+    return StreamedConfig(64, width, boxes=2) if rows <= 64 else None
 
 
 def _evenest(features: int, widths: Sequence[int]) -> int:

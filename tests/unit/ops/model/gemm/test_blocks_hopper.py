@@ -71,15 +71,15 @@ def test_warps_take_any_turns(few):
 @pytest.mark.parametrize(
     ("depth", "rows", "features", "gated", "rounding", "blocks", "serving"),
     [
-        (272, 65, 24, False, GROUPED, True, blocks_hopper),
-        (272, 64, 24, False, GROUPED, True, streamed_hopper),
-        (264, 65, 24, False, GROUPED, True, gemm),
-        (272, 65, 24, False, GROUPED, False, gemm),
+        (272, 2049, 24, False, GROUPED, True, blocks_hopper),
+        (272, 2048, 24, False, GROUPED, True, streamed_hopper),
+        (264, 2049, 24, False, GROUPED, True, gemm),
+        (272, 2049, 24, False, GROUPED, False, gemm),
         (272, 65, 24, False, BY_ROW, True, gemm),
         (272, 65, 24, False, None, True, gemm),
-        (272, 65, 512, True, GROUPED, True, blocks_hopper),
+        (272, 2049, 512, True, GROUPED, True, blocks_hopper),
         (272, 64, 512, True, GROUPED, True, streamed_hopper),
-        (272, 65, 384, True, GROUPED, True, gemm),
+        (272, 2049, 384, True, GROUPED, True, gemm),
     ],
 )
 def test_many_rows_with_scales_of_blocks_are_served(

@@ -238,6 +238,8 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype, epilogue, config, few):
         (30, 130, 144, "logits", StreamedConfig(32, 64, 2)),
         (21, 208, 400, "silu_mul", StreamedConfig(32, 32, 2)),
         (21, 208, 400, "silu_mul", StreamedConfig(8, 32, 2, 3)),
+        (70, 208, 400, "silu_mul", StreamedConfig(64, 32, 2)),
+        (70, 104, 272, "none", StreamedConfig(32, 64, 2)),
     ],
 )
 def test_sums_of_groups_are_added_times_their_scales(rows, features, depth, epilogue, config, few):
@@ -315,7 +317,7 @@ def test_a_weight_that_cannot_be_streamed_has_another_kernel(
         (272, 32, GROUPED, (), "tiled_product"),
         (272, 32, GROUPED, (3,), "product"),
         (272, 64, GROUPED, (3,), "product"),
-        (272, 65, GROUPED, (3,), "tiled_product"),
+        (272, 2049, GROUPED, (3,), "tiled_product"),
     ],
 )
 def test_float8_is_streamed_if_rows_and_features_have_scales_alike(
@@ -337,7 +339,6 @@ def test_few_rows_are_served_where_lines_of_weights_can_be_loaded():
         assert streamed_config(shape, 64, 1) is None
         assert streamed_config(shape, 129, 2) is None
     assert streamed_config(GATED, 64, 1, grouped=True)
-    assert streamed_config(GATED, 65, 1, grouped=True) is None
     assert streamed_config(GemmShape(4096, 4100), 1, 2) is None
     assert streamed_config(GemmShape(4096, 4104), 1, 1) is None
     assert streamed_config(GemmShape(2 * 4100, 4096, "silu_mul"), 1, 2) is None
@@ -357,12 +358,17 @@ def test_long_rows_are_shared_out_evenly(features, depth, width):
 @pytest.mark.parametrize(
     ("shape", "block_rows"),
     [
-        (GemmShape(4096, 12288), 32), (GemmShape(6144, 4096), 64),
-        (GemmShape(1024, 2048, "silu_mul"), 32), (GATED, 64),
+        (GemmShape(4096, 12288), {64: 32, 128: 64, 192: None}),
+        (GemmShape(6144, 4096), {64: 64, 65: None}),
+        (GemmShape(1024, 2048, "silu_mul"), {64: 32, 256: 32, 512: 64, 2048: None}),
+        (GATED, {64: 64, 65: None}),
+        (GemmShape(1, 2048), {64: 32, 2048: 32, 2049: None}),
     ],
-)  # fmt: skip
-def test_tiles_of_groups_have_half_the_rows_where_features_are_few(shape, block_rows):
-    assert streamed_config(shape, 64, 1, grouped=True).block_rows == block_rows
+)
+def test_tiles_of_groups_are_small_while_all_run_at_once(shape, block_rows):
+    for rows, expected in block_rows.items():
+        config = streamed_config(shape, rows, 1, grouped=True)
+        assert (config and config.block_rows) == expected
     assert streamed_config(shape, 32, 1, grouped=True).block_rows == 32
 
 

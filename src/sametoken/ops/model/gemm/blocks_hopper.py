@@ -1,6 +1,6 @@
 """The launch of products of many float8 rows on Hopper, of weights with scales of blocks.
 
-Few rows are streamed (``streamed_hopper``); on other chips and of other scales Triton kernels serve.
+Few rows are streamed (``streamed_hopper``); elsewhere, and of other scales, Triton kernels serve.
 All have the same bits.
 """
 

@@ -1,6 +1,6 @@
 """The launch of products of few rows on Hopper GPUs, in bf16, fp16 or float8 (``StreamedConfig``).
 
-On other chips, of more rows and of other scales, Triton kernels serve, with the same bits.
+Elsewhere, of more rows and of scales of other kinds, others serve, with the same bits.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ def product(
         matrix: [N, K], contiguous, which no kernel writes that may still run; for "silu_mul", N is
             a multiple of 16.
         epilogue, bias: see there.
-        scaling: of float8 operands, a scale a row and a feature, or of groups of both.
+        scaling: of float8 operands, a scale a row and a feature, or of groups of both; those of
+            features are written by no kernel either.
     """
     gated, features = epilogue == "silu_mul", config.block_features
     assert features == 32 or not gated

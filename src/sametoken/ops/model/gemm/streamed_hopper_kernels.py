@@ -187,13 +187,15 @@ def _multiply(
         if scale_lines is not None:
             sums, n = _sums_of_groups(shared, n, chunks, SUMS, HEIGHT, GROUP, GROUPS, PARTS, SLOTS)
         else:
+            if scales is not None:
+                feature = _features_of(first, out_features, GATED, gl.SliceLayout(1, SUMS))
+                scale = gl.load(scales + feature)
             sums, n = _whole_sums(shared, n, chunks, SUMS, HEIGHT, GROUP, GROUPS, PARTS, SLOTS)
             if scales is not None:
                 # The kernel before wrote those of rows; it has ended, as activations are there.
                 at = gl.minimum(row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS)), rows - 1)
                 row_scale = gl.load(row_scales + at, cache_modifier=".cg")
-                feature = _features_of(first, out_features, GATED, gl.SliceLayout(1, SUMS))
-                sums = sums * (gl.load(scales + feature)[:, None] * row_scale[None, :])
+                sums = sums * (scale[:, None] * row_scale[None, :])
         if GATED:
             halves = sums.reshape([4, 2, 8, ROWS]).permute((0, 2, 3, 1)).reshape([32, ROWS, 2])
             gate, up = gl.split(halves)

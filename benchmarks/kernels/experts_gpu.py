@@ -1,11 +1,12 @@
 """Microseconds of a layer's experts on this GPU, by product and tile.
 
     python benchmarks/kernels/experts_gpu.py [--shape qwen3-30b-a3b ...] [--rows 1,64,4096]
-        [--forms bf16 float8 mxfp4] [--choices even alike favoured]
+        [--forms bf16 float8 blocks mxfp4] [--choices even alike favoured]
 
 Choices are random: even, so that experts have about equally many rows; a quarter of the rows
 alike, as rows of padding are; or of favoured experts, expert i in proportion to 1 / (i + 4). A
-graph runs over layers that exceed L2 in sum. Rates are of the products' own operations and of the
+graph runs over layers that exceed L2 in sum. ``float8`` has a scale a row, ``blocks`` one per 128 x
+128. Rates are of the products' own operations and of the
 chosen experts' bytes. A line marked ``!`` has other bits than the first.
 """
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from sametoken.ops.backend import Routing
 from sametoken.ops.model.activation_triton import Activation
+from sametoken.ops.model.gemm.fp8 import GROUP
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.moe_gate_triton import moe_gate
 from sametoken.ops.model.moe_rows_triton import RowGroups, combine
@@ -42,6 +44,7 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "qwen3-30b-a3b": Shape(128, 8, 2048, 768, True),
+    "qwen3.5-35b-a3b": Shape(256, 8, 2048, 512, True),
     "glm-4.7-flash": Shape(64, 4, 2048, 1536, True),
     "lightning-30b-a3b": Shape(128, 6, 2688, 1856, False),
     "super-120b-a12b": Shape(512, 22, 1024, 2688, False),
@@ -108,8 +111,11 @@ def stacks_of(shape: Shape, form: str) -> list[tuple[Stack, Stack]]:
         weight = torch.randn(shape.num_experts, n, k, device="cuda", dtype=torch.bfloat16) / k**0.5
         if form == "bf16":
             return ExpertStack(weight)
-        scales = torch.ones(shape.num_experts, n, device="cuda")
-        return ExpertStack(weight.to(torch.float8_e4m3fn), scales, Rounding())
+        by_block = form == "blocks"
+        groups = (k // GROUP,) if by_block else ()
+        scales = torch.ones(shape.num_experts, n, *groups, device="cuda")
+        rounding = Rounding(grouped=by_block)
+        return ExpertStack(weight.to(torch.float8_e4m3fn), scales, rounding, by_block)
 
     pair = [stack(*size) for size in sizes]
     layers = 1 + LEAST_BYTES // sum(one.nbytes for one in pair)
@@ -131,6 +137,8 @@ def compare(
     if isinstance(stacks[0], Int4Panels):
         wide = 1 if stacks[0].out_features > out.shape[1] else 2
         tiles = (None, *(replace(tile, features=wide * tile.features) for tile in PANELS_TILES))
+    elif stacks[0].blocks:
+        tiles = tuple(tile for tile in TILES if tile is None or tile.depth == GROUP)
     for tile in tiles:
 
         def call(stack: Stack, tile: ExpertTile | None = tile) -> None:
@@ -193,7 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rows", default="1,8,64,128,512,4096")
-    forms = ("bf16", "float8", "mxfp4")
+    forms = ("bf16", "float8", "blocks", "mxfp4")
     parser.add_argument("--forms", nargs="+", choices=forms, default=forms)
     kinds = ("even", "alike", "favoured")
     parser.add_argument("--choices", nargs="+", choices=kinds, default=kinds)

@@ -1,12 +1,15 @@
 """Time products in fp8 on this GPU, beside bf16 at its tuned choice.
 
     python benchmarks/kernels/fp8_gpu.py [--rows 1,4,8,32,64,256] [--only 4096x12288,248320x4096]
+        [--blocks]
 
 Times include the quantization of the activations, which is also shown alone. Weights are read
 from memory: a CUDA graph runs over copies that exceed L2 several times. A line has the fastest
 kernels first, and the default marked ``*``; a kernel whose rows differ from the first one's in one
-bit is marked ``!``. Labels: rows x features x depth of a tile, w warps, s stages, t loads by tensor
-descriptors, o bytes of a weight's row prefetched; of streamed weights b boxes and g warp groups.
+bit is marked ``!``. With ``--blocks`` weights have a scale per 128 x 128 elements, and activations
+one per 128; "chosen" is then what an engine takes. Labels: rows x features x depth of a tile, w
+warps, s stages, t loads by tensor descriptors, o bytes of a weight's row prefetched; of streamed
+weights b boxes and g warp groups.
 """
 
 from __future__ import annotations
@@ -31,10 +34,12 @@ from sametoken.ops.model.gemm.tuning import (
     streamed_config,
 )
 from sametoken.ops.triton import device_table
+from sametoken.ops.weight import Rounding
 
 Float8Config = TritonConfig | StreamedConfig
 
-#: Weights of the heads of Qwen3-8B (EAGLE-3) and Qwen3.5-9B (MTP), with their lm_head.
+#: Weights of the heads of Qwen3-8B (EAGLE-3) and Qwen3.5-9B (MTP), with their lm_head; the last are
+#: others of Qwen3-8B, and those of Qwen3.5-35B-A3B.
 SHAPES = [
     GemmShape(4096, 4096),
     GemmShape(4096, 8192),
@@ -45,6 +50,11 @@ SHAPES = [
     GemmShape(32000, 4096, "logits"),
     GemmShape(151936, 4096, "logits"),
     GemmShape(248320, 4096, "logits"),
+    GemmShape(6144, 4096),
+    GemmShape(12288, 2048),
+    GemmShape(2048, 4096),
+    GemmShape(1024, 2048, "silu_mul"),
+    GemmShape(2048, 512),
 ]
 ROWS = (1, 4, 8, 32, 64, 256)
 SHOWN = 5
@@ -58,7 +68,7 @@ def tiles(
 
 
 def candidates(shape: GemmShape, rows: int) -> list[Float8Config]:
-    """List the candidates, the default first."""
+    """List the candidates for scales of rows, the default first."""
     default, on_hopper = default_config(shape, rows, pdl=True), streamed(shape, rows)
     first = streamed_config(shape, rows, 1) if on_hopper else None
     size = default.block_rows
@@ -71,6 +81,18 @@ def candidates(shape: GemmShape, rows: int) -> list[Float8Config]:
     else:
         found = wide(size)
     return list(dict.fromkeys([first or default, default, *found, *on_hopper]))
+
+
+def candidates_of_blocks(shape: GemmShape, rows: int) -> list[Float8Config | None]:
+    """As ``candidates``, for scales of blocks; None is what an engine takes."""
+    in_parts = [
+        config
+        for config in candidates(shape, rows)
+        if isinstance(config, StreamedConfig) or config.block_depth == DEPTH
+    ]
+    width = 32 if shape.epilogue == "silu_mul" else 64
+    tiles = (StreamedConfig(block_rows, width, boxes=2) for block_rows in (32, 64))
+    return list(dict.fromkeys([None, *in_parts, *(tiles if rows > 32 else ())]))
 
 
 def narrow(size: int) -> list[TritonConfig]:
@@ -130,16 +152,24 @@ def many_rows(shape: GemmShape) -> list[TritonConfig]:
     return [*found, tiles(256, 64, 8, 3), tiles(256, 64, 8, 4, tma=True), tiles(64, 256, 8, 3)]
 
 
-def compile_share(index: int, shapes: list[GemmShape], rows: list[int]) -> None:
+def weight_of(matrix: torch.Tensor, *, blocks: bool) -> Fp8Weight:
+    """A weight with a scale a row, or one per block."""
+    if not blocks:
+        return Fp8Weight(*quantize(matrix))
+    scale = torch.ones(len(matrix), -(-matrix.shape[1] // DEPTH), device=matrix.device)
+    return Fp8Weight(matrix.to(torch.float8_e4m3fn), scale, Rounding(grouped=True), blocks=True)
+
+
+def compile_share(index: int, shapes: list[GemmShape], rows: list[int], *, blocks: bool) -> None:
     """Compile one share of all kernels into Triton's cache, in a separate process."""
     table = device_table()
     jobs: dict[tuple, Callable[[], object]] = {}
     for shape in shapes:
         epilogue = shape.epilogue
         x, matrix = normal(1, shape.in_features), normal(1024, shape.in_features)
-        weight = Fp8Weight(*quantize(matrix))
+        weight = weight_of(matrix, blocks=blocks)
         for count in rows:
-            for config in candidates(shape, count):
+            for config in (candidates_of_blocks if blocks else candidates)(shape, count):
                 jobs[config, epilogue, "e4m3"] = lambda x=x, w=weight, e=epilogue, c=config: (
                     product(x, w, e, None, c)
                 )
@@ -154,15 +184,15 @@ def compile_share(index: int, shapes: list[GemmShape], rows: list[int]) -> None:
             continue
 
 
-def measure(shape: GemmShape, row_counts: list[int]) -> None:
+def measure(shape: GemmShape, row_counts: list[int], *, blocks: bool) -> None:
     """Print one line per number of rows."""
     scale, num_elements = shape.in_features**-0.5, shape.out_features * shape.in_features
     matrices = [
         normal(shape.out_features, shape.in_features, scale=scale)
         for _ in range(copies(2 * num_elements))
     ]
-    weight = Fp8Weight(*quantize(matrices[0]))
-    weights = [Fp8Weight(weight.matrix.clone(), weight.scale) for _ in range(copies(num_elements))]
+    weight = weight_of(matrices[0], blocks=blocks)
+    weights = [replace(weight, matrix=weight.matrix.clone()) for _ in range(copies(num_elements))]
     table = device_table()
     x = normal(max(row_counts), shape.in_features)
     for rows in row_counts:
@@ -172,7 +202,7 @@ def measure(shape: GemmShape, row_counts: list[int]) -> None:
             lambda matrix, c=config: bf16_product(c, part, matrix, shape.epilogue),  # noqa: B023
             matrices,
         )
-        alone = microseconds(lambda _: rounded(part), weights)  # noqa: B023
+        alone = microseconds(lambda one: rounded(part, one.rounding), weights)  # noqa: B023
         found = timed(shape, part, weights, product(x, weight, shape.epilogue)[:rows])
         name = f"{shape.out_features}x{shape.in_features} {shape.epilogue} {rows:3}"
         rate = weight.nbytes / found[0][0] / 1e6
@@ -185,9 +215,10 @@ def timed(
 ) -> list[tuple[float, str]]:
     """Return microseconds and labels of the fastest, default and wrong candidates."""
     times: list[tuple[float, str]] = []
-    for index, config in enumerate(candidates(shape, x.shape[0])):
+    kinds = candidates_of_blocks if weights[0].blocks else candidates
+    for index, config in enumerate(kinds(shape, x.shape[0])):
 
-        def run(weight: Fp8Weight, config: Float8Config = config) -> torch.Tensor:
+        def run(weight: Fp8Weight, config: Float8Config | None = config) -> torch.Tensor:
             return product(x, weight, shape.epilogue, None, config)
 
         try:
@@ -195,7 +226,8 @@ def timed(
             us = microseconds(run, weights)
         except OutOfResources:
             continue
-        times.append((us, f"{label(config)}{'' if index else '*'}{'!' if wrong else ''}"))
+        name = "chosen" if config is None else label(config)
+        times.append((us, f"{name}{'' if index else '*'}{'!' if wrong else ''}"))
     times.sort()
     return times[:SHOWN] + [one for one in times[SHOWN:] if one[1][-1] in "*!"]
 
@@ -206,19 +238,20 @@ def main() -> None:
         "--rows", default=",".join(map(str, ROWS)), help="comma-separated row counts"
     )
     parser.add_argument("--only", default="", help="comma-separated weights; default: all")
+    parser.add_argument("--blocks", action="store_true", help="scales of blocks")
     parser.add_argument("--compile", type=int, default=None, help="share to compile, then exit")
     options = parser.parse_args()
     rows = [int(count) for count in options.rows.split(",")]
     named = {f"{shape.out_features}x{shape.in_features}": shape for shape in SHAPES}
     shapes = [named[name] for name in options.only.split(",")] if options.only else SHAPES
     if options.compile is not None:
-        compile_share(options.compile, shapes, rows)
+        compile_share(options.compile, shapes, rows, blocks=options.blocks)
         return
     begun = time.time()
     compile_in_parallel()
     print(f"{torch.cuda.get_device_name()}; compiled in {time.time() - begun:.0f} s")
     for shape in shapes:
-        measure(shape, rows)
+        measure(shape, rows, blocks=options.blocks)
     print(f"done after {time.time() - begun:.0f} s")
 
 

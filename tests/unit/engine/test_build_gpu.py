@@ -143,7 +143,7 @@ def launched(monkeypatch):
     """What each streamed kernel is compiled for, of launches that do not happen."""
     forms = set()
 
-    def form(x, weight, scales, row_scales, bias, out, *_, **options):
+    def form(x, weight, scales, row_scales, scale_groups, bias, out, *_, **options):
         boxes = tuple(x.block_shape), tuple(weight.block_shape)
         return (*boxes, x.base.dtype, out.dtype, bias is None, tuple(options.items()))
 

@@ -334,6 +334,7 @@ class SafetensorsSource:
     def __init__(self, location: str, files: Sequence[Path]) -> None:
         self.location = location
         self._stored: dict[str, _Stored] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         self._kept = _KeptFile()
         for path in files:
             with _named(path), _opened(path) as file:
@@ -372,11 +373,14 @@ class SafetensorsSource:
         return self.stored_chunks(name)
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """The dtype in the file's header."""
-        with self._kept.reading(self._known(name)) as file:
-            tensor = file.get_slice(name)
-            rows: Tensor = tensor[:0] if tensor.get_shape() else file.get_tensor(name)
-            return rows.dtype
+        """The dtype in the file's header; of each kind one tensor is asked."""
+        stored = self._known(name)
+        if stored.dtype not in self._dtypes:
+            with self._kept.reading(stored) as file:
+                tensor = file.get_slice(name)
+                rows: Tensor = tensor[:0] if stored.shape else file.get_tensor(name)
+            self._dtypes[stored.dtype] = rows.dtype
+        return self._dtypes[stored.dtype]
 
     def stored_chunks(self, name: str) -> Iterator[Tensor]:
         """As ``chunks``, of any dtype; a scalar is one row."""

@@ -237,7 +237,7 @@ class EngineConfig:
         """Build from the keyword arguments of ``LLM``: fields, or long flags with underscores.
 
         Raises:
-            ConfigError: an option is unknown or impossible.
+            ConfigError: an option is unknown or impossible, or given by two names.
         """
         fields = {f.name: f for f in dataclasses.fields(cls)}
         names = {name: name for name in fields} | {
@@ -246,10 +246,14 @@ class EngineConfig:
             for flag in field.metadata["spellings"]
             if flag.startswith("--")
         }
+        given: dict[str, str] = {}
         for name in options:
             if name not in names:
                 raise ConfigError(f"unknown option {name!r}", suggestion(name, fields))
-        return cls(**{names[name]: value for name, value in options.items()})
+            other = given.setdefault(names[name], name)
+            if other != name:
+                raise ConfigError(f"{other} and {name} are one option", "give one of the two")
+        return cls(**{field: options[name] for field, name in given.items()})
 
 
 def _speculation(given: Any) -> SpeculativeConfig | None:

@@ -32,6 +32,8 @@ def test_defaults_are_possible():
 
 def test_a_flag_s_other_spelling_is_a_keyword_too():
     assert EngineConfig.from_options(num_gpu_blocks_override=5).num_kv_blocks == 5
+    with pytest.raises(ConfigError, match="override and num_kv_blocks are one option"):
+        EngineConfig.from_options(num_gpu_blocks_override=5, num_kv_blocks=6)
 
 
 def test_options_are_frozen():

@@ -78,7 +78,7 @@ class PositionScaledAttention(Matrices):
     factors: Tensor
 
     def __call__(
-        self, x: Tensor, rows: AttentionRows, kv: LayerKV, kept: KeptRows | None = None
+        self, x: Normed, rows: AttentionRows, kv: LayerKV, kept: KeptRows | None = None
     ) -> Tensor:
         """[T, in_features] -> [T, hidden]; ``kept`` is as in ``Attention``."""
         own = self.attention
@@ -107,7 +107,7 @@ class GatedAttention(Matrices):
     qk_norm: QKNorm
 
     def __call__(
-        self, x: Tensor, rows: AttentionRows, kv: LayerKV, kept: KeptRows | None = None
+        self, x: Normed, rows: AttentionRows, kv: LayerKV, kept: KeptRows | None = None
     ) -> Tensor:
         """[T, hidden] -> [T, hidden]; ``kept`` is as in ``Attention``."""
         shape = self.shape
@@ -139,7 +139,7 @@ class GatedDeltaNet(Matrices):
     output: Projection
 
     def __call__(
-        self, x: Tensor, step: RecurrentPass, memory: LayerMemory, kept: KeptRows | None = None
+        self, x: Normed, step: RecurrentPass, memory: LayerMemory, kept: KeptRows | None = None
     ) -> Tensor:
         """[T, hidden] -> [T, hidden]; advances the rows' slots. ``kept`` is as in ``Attention``."""
         rule = self.params.rule

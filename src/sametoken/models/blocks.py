@@ -7,7 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sametoken.layers.attention import Attention
+from sametoken.layers.attention import (
+    Attention,
+    GatedAttention,
+    GatedDeltaNet,
+    PositionScaledAttention,
+)
 from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm, RoundingNorm
@@ -116,19 +121,26 @@ def norms_before(
     attention: Block, mlp: Block, input_norm: RMSNorm, post_attention_norm: RMSNorm
 ) -> tuple[BlockNorm, BlockNorm]:
     """A layer's norms; each rounds what one product alone reads, unless its scale is fixed."""
-    if not (isinstance(attention, Attention) and isinstance(mlp, GatedMLP)):
-        return input_norm, post_attention_norm
-    return (
-        _norm_before(attention.qkv.weight, input_norm),
-        _norm_before(mlp.gate_up.weight, post_attention_norm),
-    )
+    return _norm_before(attention, input_norm), _norm_before(mlp, post_attention_norm)
 
 
-def _norm_before(weight: Weight, norm: RMSNorm) -> BlockNorm:
+def _norm_before(block: Block, norm: RMSNorm) -> BlockNorm:
+    weight = _only_reader(block)
     rounding = weight.rounding if isinstance(weight, RoundingWeight) else None
     if rounding is None or not rounding.is_dynamic:
         return norm
     return RoundingNorm(norm.kernels, norm.weight, norm.eps, rounding)
+
+
+def _only_reader(block: Block) -> Weight | None:
+    """The weight that alone multiplies a block's input, as it is; None: others read it too."""
+    if isinstance(block, PositionScaledAttention):
+        block = block.attention
+    if isinstance(block, Attention):
+        return block.qkv.weight
+    if isinstance(block, GatedAttention | GatedDeltaNet):
+        return block.projection.weight
+    return block.gate_up.weight if isinstance(block, GatedMLP) else None
 
 
 def zero_centred(weights: WeightReader, name: str, size: int) -> Tensor:

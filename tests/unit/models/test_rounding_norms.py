@@ -13,7 +13,15 @@ import torch
 from helpers.checkpoints import LLAMA, llama_tensors, write_checkpoint, write_llama
 from helpers.families import write_family
 from helpers.forward import OneRun, load
-from helpers.quantized import GROUP, STATIC, TOKEN, compressed_config, quantize_tensors
+from helpers.hybrids import hybrid_config, hybrid_tensors
+from helpers.quantized import (
+    GROUP,
+    STATIC,
+    TOKEN,
+    block_config,
+    compressed_config,
+    quantize_tensors,
+)
 from helpers.thread_ranks import run_ranks
 from sametoken.layers.norm import RMSNorm, RoundingNorm
 from sametoken.models import blocks
@@ -50,16 +58,20 @@ def write_fp8(folder, strategy: str = "channel", activations: dict | None = TOKE
 
 
 def kinds_of(model) -> set[type]:
+    return {kind for kinds in kinds_by_layer(model) for kind in kinds}
+
+
+def kinds_by_layer(model) -> list[tuple[type, type]]:
+    """Of the norms before attention, or what is in its place, and before the MLP."""
     assert type(model.final_norm) is RMSNorm
-    layers = model.layers
-    return {type(one) for layer in layers for one in (layer.input_norm, layer.post_attention_norm)}
+    return [(type(one.input_norm), type(one.post_attention_norm)) for one in model.layers]
 
 
 @contextmanager
 def without_rounding_norms():
     """Models that are loaded within have none."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "_norm_before", lambda weight, norm: norm)
+        patch.setattr(blocks, "_norm_before", lambda block, norm: norm)
         yield
 
 
@@ -156,10 +168,46 @@ OTHERS = {
     "static": lambda folder: write_fp8(folder, "tensor", STATIC),
     "weights alone": lambda folder: write_fp8(folder, "channel", None),
     "w4a16": w4a16,
-    "experts": lambda folder: fp8_copy(folder, "qwen3_moe", **EXPERTS_ALONE),
     "factors behind blocks": lambda folder: fp8_copy(folder, "granite"),
-    "factors of positions": lambda folder: fp8_copy(folder, "ministral3"),
 }
+
+
+def hybrid(folder):
+    """In blocks except for the gates, which are parts of Gated DeltaNet's projection."""
+    config = hybrid_config("qwen3_5", hidden_size=128)
+    tensors = hybrid_tensors(config)
+    rest = ("in_proj_a", "in_proj_b", "conv1d", "norm", "embed_tokens", "lm_head", "mtp.", "A_log")
+    chosen = [
+        name
+        for name, one in tensors.items()
+        if one.dim() == 2 and not any(part in name for part in rest)
+    ]
+    stored, _ = quantize_tensors(tensors, chosen=chosen.__contains__)
+    return write_checkpoint(folder, config | {"quantization_config": block_config()}, stored)
+
+
+@pytest.mark.parametrize(
+    ("write", "expected"),
+    [
+        (
+            lambda folder: fp8_copy(folder, "qwen3_moe", **EXPERTS_ALONE),
+            {(RoundingNorm, RMSNorm)},
+        ),
+        (lambda folder: fp8_copy(folder, "ministral3"), {(RoundingNorm, RoundingNorm)}),
+        (hybrid, {(RoundingNorm, RoundingNorm), (RMSNorm, RoundingNorm)}),
+    ],
+)
+@pytest.mark.parametrize("kernels", [triton_kernels(), ReferenceKernels()])
+def test_a_norm_that_another_reads_too_does_not_round(tmp_path, write, expected, kernels):
+    """Experts' routers read it in full, and Gated DeltaNet's gates; no bit of the logits moves."""
+    path, dtype = write(tmp_path), torch.float32
+    model = load(path, kernels, dtype=dtype)
+    assert {*kinds_by_layer(model)} == expected
+    with without_rounding_norms():
+        plain = load(path, kernels, dtype=dtype)
+    assert kinds_of(plain) == {RMSNorm}
+    for chunks in ((), (5, 1, 1, 3)):
+        assert torch.equal(logits_of(model, *chunks), logits_of(plain, *chunks))
 
 
 @pytest.mark.parametrize("kind", OTHERS)

@@ -6,8 +6,8 @@
 Choices are random: even, so that experts have about equally many rows; a quarter of the rows
 alike, as rows of padding are; or of favoured experts, expert i in proportion to 1 / (i + 4). A
 graph runs over layers that exceed L2 in sum. ``float8`` has a scale a row, ``blocks`` one per 128 x
-128. Rates are of the products' own operations and of the
-chosen experts' bytes. A line marked ``!`` has other bits than the first.
+128. Rates are of the products' own operations and of the chosen experts' bytes. A line marked ``!``
+has other bits than the first.
 """
 
 from __future__ import annotations

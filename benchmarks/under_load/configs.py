@@ -41,6 +41,9 @@ class Config(NamedTuple):
 
 
 _KV = {"sametoken": 30.0, "vllm": 30.0}
+#: Of hybrids with drafts: vLLM keeps a state for each.
+_KV_AND_DRAFTS = {"sametoken": 30.0, "vllm": 72.0}
+_MTP3 = {"method": "mtp", **SYNTHETIC}
 CONFIGS = {
     "plain": Config("qwen3-8b", DENSE_LEN, _KV),
     "eagle3": Config(
@@ -58,9 +61,7 @@ CONFIGS = {
         {"method": "eagle3", "model": "eagle3-llama-3.1-8b", **SYNTHETIC},
     ),
     "q35": Config("qwen35-9b", HYBRID_LEN, _KV),
-    "q35mtp3": Config(
-        "qwen35-9b", HYBRID_LEN, {"sametoken": 30.0, "vllm": 72.0}, {"method": "mtp", **SYNTHETIC}
-    ),
+    "q35mtp3": Config("qwen35-9b", HYBRID_LEN, _KV_AND_DRAFTS, _MTP3),
     "ngram5": Config("qwen3-8b", DENSE_LEN, _KV, {**LOOKUP, "num_speculative_tokens": 5}),
     "fp8": Config("qwen3-8b-fp8", DENSE_LEN, _KV),
     "fp8blocks": Config("qwen3-8b-fp8-blocks", DENSE_LEN, _KV),
@@ -68,26 +69,14 @@ CONFIGS = {
     "moe": Config("qwen3-30b-a3b", DENSE_LEN, _KV),
     "moefp8": Config("qwen3-30b-a3b-fp8", DENSE_LEN, _KV),
     "moefp8blocks": Config("qwen3-30b-a3b-fp8-blocks", DENSE_LEN, _KV),
-    "q35moe": Config("qwen35-35b-a3b", HYBRID_LEN, _KV),
-    "q35moemtp3": Config(
-        "qwen35-35b-a3b",
-        HYBRID_LEN,
-        {"sametoken": 20.0, "vllm": 50.0},
-        {"method": "mtp", **SYNTHETIC},
-    ),
     "q35moefp8": Config("qwen35-35b-a3b-fp8", HYBRID_LEN, _KV),
-    "q35moefp8mtp3": Config(
-        "qwen35-35b-a3b-fp8",
-        HYBRID_LEN,
-        {"sametoken": 30.0, "vllm": 72.0},
-        {"method": "mtp", **SYNTHETIC},
-    ),
+    "q35moefp8mtp3": Config("qwen35-35b-a3b-fp8", HYBRID_LEN, _KV_AND_DRAFTS, _MTP3),
     "nemotronfp8": Config("nano-30b-a3b-fp8", DENSE_LEN, _KV),
     "moew4a16": Config("qwen3-30b-a3b-w4a16", DENSE_LEN, _KV),
     "nemotron": Config("lightning-30b-a3b", DENSE_LEN, _KV),
     "nemotronmtp5": Config("lightning-30b-a3b", DENSE_LEN, _KV, {"method": "mtp", **SYNTHETIC5}),
     "glm": Config("glm-4.7-flash", DENSE_LEN, _KV),
-    "glmmtp3": Config("glm-4.7-flash", DENSE_LEN, _KV, {"method": "mtp", **SYNTHETIC}),
+    "glmmtp3": Config("glm-4.7-flash", DENSE_LEN, _KV, _MTP3),
     "gptoss": Config("gpt-oss-20b", DENSE_LEN, _KV),
     "gemma3": Config("gemma-3-12b", DENSE_LEN, _KV),
     "graniteh": Config("granite-4.0-h-small", HYBRID_LEN, _KV),

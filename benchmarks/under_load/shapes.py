@@ -15,15 +15,17 @@ from typing import Any
 _BF16 = {"dtype": "bfloat16", "torch_dtype": "bfloat16", "tie_word_embeddings": False}
 
 
-def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict:
-    """``quantization_config`` of compressed-tensors over every linear but the head."""
+def _compressed(
+    form: str, weights: dict[str, Any], inputs: dict[str, Any] | None, *besides: str
+) -> dict:
+    """``quantization_config`` of compressed-tensors over every linear but the head and others."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quantization_config": {
             "quant_method": "compressed-tensors",
             "format": form,
             "quantization_status": "compressed",
-            "ignore": ["lm_head"],
+            "ignore": ["lm_head", *besides],
             "config_groups": {"group_0": group},
         }
     }
@@ -43,8 +45,7 @@ _BLOCKS = {
 }
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 W4A16 = _compressed("pack-quantized", _INT4 | {"dynamic": False}, None)
-W4A16_MOE = _compressed("pack-quantized", _INT4 | {"dynamic": False}, None)
-W4A16_MOE["quantization_config"]["ignore"].append("re:.*mlp.gate$")
+W4A16_MOE = _compressed("pack-quantized", _INT4 | {"dynamic": False}, None, "re:.*mlp.gate$")
 
 # Qwen/Qwen3-8B
 QWEN3_8B = _BF16 | {
@@ -176,7 +177,7 @@ QWEN35_MOE_FP8 = QWEN35_MOE | {
     | {
         "modules_to_not_convert": [
             f"model.language_model.layers.{layer}.{name}"
-            for layer in range(40)
+            for layer in range(QWEN35_MOE["text_config"]["num_hidden_layers"])
             for name in _UNQUANTIZED
         ]
         + ["lm_head", "mtp.fc", "mtp.layers.0.mlp.gate", "mtp.layers.0.mlp.shared_expert_gate"]
@@ -432,7 +433,6 @@ SHAPES = {
     "qwen3-30b-a3b": QWEN3_MOE,
     "qwen3-30b-a3b-fp8": QWEN3_MOE | FP8,
     "qwen3-30b-a3b-fp8-blocks": QWEN3_MOE | FP8_BLOCKS_MOE,
-    "qwen35-35b-a3b": QWEN35_MOE,
     "qwen35-35b-a3b-fp8": QWEN35_MOE_FP8,
     "qwen3-30b-a3b-w4a16": QWEN3_MOE | W4A16_MOE,
     "lightning-30b-a3b": NEMOTRON,

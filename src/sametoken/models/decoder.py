@@ -171,7 +171,7 @@ class Decoder:
     @staticmethod
     def dummy_names(config: ModelConfig) -> tuple[str, ...]:
         """What random weights show ``tensor_prefix``: a config names its formats' exceptions so."""
-        return ("model.language_model.embed_tokens.weight",) if config.also_sees else ()
+        return (f"{Decoder.text_prefixes[0]}.embed_tokens.weight",) if config.also_sees else ()
 
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:

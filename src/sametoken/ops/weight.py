@@ -212,7 +212,7 @@ class RoundingWeight(Weight, Protocol):
     def rounding(self) -> Rounding | None: ...
 
     def matmul_rounded(self, rows: RoundedRows, bias: Tensor | None = None) -> Tensor:
-        """``matmul`` of the rows before they were rounded; as ``rounding`` says; it is dynamic."""
+        """``matmul`` of the rows before they were rounded, by ``rounding``, which is dynamic."""
         ...
 
     def gated_matmul_rounded(self, rows: RoundedRows) -> Tensor:

@@ -77,7 +77,7 @@ def _rms_norm_kernel(
         normed = (value * _scale_of(value, eps, WIDTH) * factor).to(x.dtype.element_ty)
         normed = normed.to(tl.float32)
         if GROUP:
-            scales = row_scale + row * ((WIDTH + GROUP - 1) // GROUP)
+            scales = row_scale + row * tl.cdiv(WIDTH, GROUP)
             _store_groups(out + start, scales, normed, GROUP, POWERS, WIDTH)
             return
         # A thread with 16 elements to store would load 16 to add: as many as of x keep the sum.

@@ -36,11 +36,11 @@ def load_rows(
     n = 0 * chunks
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         row = first_row_of(tile % row_tiles, rows, ROWS)
+        line = gl.minimum(row + gl.arange(0, ROWS, layout=ONE_WARP), rows - 1)
         for chunk in range(chunks):
             slot = n % SLOTS
             mbarrier.wait(free.index(slot), ((n // SLOTS) & 1) ^ 1)
             if scale_lines is not None:
-                line = gl.minimum(row + gl.arange(0, ROWS, layout=ONE_WARP), rows - 1)
                 for part in gl.static_range(PARTS):
                     copy_scales(
                         scales, line, chunk * PARTS + part, groups,

@@ -45,10 +45,11 @@ def product(
     gated, features = epilogue == "silu_mul", config.block_features
     assert features == 32 or not gated
     assert x.dtype == matrix.dtype
-    grouped = scaling is not None and scaling.grouped
-    if scaling is not None and grouped:
+    scale_groups = None
+    if scaling is not None and scaling.grouped:
         assert scaling.rows is not None
-        assert scaling.rows.shape[1] == scaling.features.shape[1]
+        scale_groups = scaling.features.shape[1]
+        assert scaling.rows.shape[1] == scale_groups
     out = output_of(x, matrix.shape[0], epilogue, x.dtype if scaling is None else scaling.dtype)
     rows, out_features = out.shape
     if not rows:
@@ -62,7 +63,7 @@ def product(
         boxes_of_halves(matrix) if gated else boxes(matrix, box),
         None if scaling is None else scaling.features,
         None if scaling is None else scaling.rows,
-        scaling.features.shape[1] if scaling is not None and grouped else None,
+        scale_groups,
         bias,
         out,
         rows,
@@ -77,7 +78,7 @@ def product(
         BOX=box,
         GROUPS=config.warp_groups,
         PARTS=config.boxes,
-        SLOTS=_slots(config, epilogue, out.itemsize, grouped),
+        SLOTS=_slots(config, epilogue, out.itemsize, scale_groups is not None),
         num_warps=4,
         maxnreg=_REGISTERS[config.warp_groups],
         **pdl_options(x),

@@ -27,6 +27,8 @@ from sametoken.ops.model.gemm.triton import first_row_of
 #: the sum that do, and bytes of a line.
 GROUP_ROWS = gl.constexpr(64)
 BLOCK = gl.constexpr(128)
+#: Registers of results as they are stored: a thread has neighbours of a row.
+NEAR = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 #: Tiles of rows whose features are computed together, so that both stay in L2.
 ROW_TILES = gl.constexpr(16)
 
@@ -105,20 +107,44 @@ def _with_block(sums, x, w, factor):
 
 
 @gluon.jit
-def _store(out, bias, values, row, end, feature, out_features, order):
-    """Store [rows, features] of a warp group, with the bias, if any, in the order of pairs."""
+def _lines_at(tiles, row, end):
+    """The lines of the result in which a warp group's rows are stored; None: their own."""
+    lines = None
+    if tiles[4] is not None:
+        place = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, NEAR))
+        lines = gl.load(tiles[4] + place, mask=place < end, other=0)
+    return lines
+
+
+@gluon.jit
+def _store(given, values, lines, row, end, feature, out_features):
+    """Store [rows, features] of a warp group, with the bias, if any."""
+    _, _, bias, out = given
     if bias is not None:
         column = feature + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, values.type.layout))
         values += gl.load(bias + column, mask=column < out_features, other=0.0)[None, :]
-    NEAR: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     values = gl.convert_layout(values.to(out.dtype.element_ty), NEAR)
-    line = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, NEAR))
+    place = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, NEAR))
+    if lines is None:
+        lines = place
     column = feature + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, NEAR))
-    mask = (line < end)[:, None] & (column < out_features)[None, :]
-    if order is not None:
-        line = gl.load(order + line, mask=line < end, other=0)
-    at = out + line.to(gl.int64)[:, None] * out_features + column[None, :]
+    mask = (place < end)[:, None] & (column < out_features)[None, :]
+    at = out + lines.to(gl.int64)[:, None] * out_features + column[None, :]
     gl.store(at, values, mask=mask)
+
+
+@gluon.jit
+def _scales_at(given, sizes, row, own, group, GROUP: gl.constexpr, GATED: gl.constexpr):
+    """Scales of a block's 64 rows, of its features, and of those of up."""
+    w_scales, x_scales, _, _ = given
+    rows, _, _, groups, out_features = sizes
+    line = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, products(BLOCK, 32)))
+    x_scale = gl.load(x_scales + gl.minimum(line + GROUP * GROUP_ROWS, rows - 1) * groups + group)
+    w_scale = gl.load(w_scales + own * groups + group)
+    up_scale = w_scale
+    if GATED:
+        up_scale = gl.load(w_scales + (own + out_features) * groups + group)
+    return x_scale, w_scale, up_scale
 
 
 @gluon.jit
@@ -126,28 +152,40 @@ def _multiply(
     given, shared, sizes, tiles, GROUP: gl.constexpr, GATED: gl.constexpr,
     SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """A warp group: its 64 rows of each tile."""
-    w_scales, x_scales, bias, out = given
+    """A warp group: its 64 rows of each tile.
+
+    Sums of experts are short: what the next tile is, and the scales of the next block, are loaded
+    one ahead, as a tile would wait for them as long as for its products.
+    """
     x_boxes, w_boxes, full, free = shared
-    rows, _, _, groups, out_features = sizes
-    SUMS: gl.constexpr = products(BLOCK, 32)
+    _, _, _, groups, out_features = sizes
     BLOCKS: gl.constexpr = 2 if GATED else 1
+    AHEAD: gl.constexpr = tiles[1] is not None
     if PDL:
         cuda.gdc_wait()
     n = 0 * groups
-    for place in range(gl.program_id(0), _count_tiles(sizes, tiles), gl.num_programs(0)):
-        row, end, feature, own = _tile_at(place, sizes, tiles, GATED)
-        row += GROUP * GROUP_ROWS
-        line = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, SUMS))
-        x_at = x_scales + gl.minimum(line, rows - 1) * groups
-        w_at = w_scales + own * groups
-        up_at = w_at + out_features * groups
-        sums = gl.zeros([GROUP_ROWS, BLOCK], gl.float32, SUMS)
+    num_tiles = _count_tiles(sizes, tiles)
+    first = gl.minimum(gl.program_id(0), num_tiles - 1)
+    next_row, next_end, next_feature, next_own = _tile_at(first, sizes, tiles, GATED)
+    if AHEAD:
+        x_next, w_next, up_next = _scales_at(given, sizes, next_row, next_own, 0, GROUP, GATED)
+    for place in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        row, end, feature, own = next_row, next_end, next_feature, next_own
+        following = gl.minimum(place + gl.num_programs(0), num_tiles - 1)
+        next_row, next_end, next_feature, next_own = _tile_at(following, sizes, tiles, GATED)
+        lines = _lines_at(tiles, row + GROUP * GROUP_ROWS, end)
+        sums = gl.zeros([GROUP_ROWS, BLOCK], gl.float32, products(BLOCK, 32))
         up = sums
         for group in range(groups):
-            x_scale, w_scale = gl.load(x_at + group), gl.load(w_at + group)
-            if GATED:
-                up_scale = gl.load(up_at + group)
+            if AHEAD:
+                x_scale, w_scale, up_scale = x_next, w_next, up_next
+                last = group + 1 == groups
+                x_next, w_next, up_next = _scales_at(
+                    given, sizes, gl.where(last, next_row, row), gl.where(last, next_own, own),
+                    gl.where(last, 0, group + 1), GROUP, GATED,
+                )  # fmt: skip
+            else:
+                x_scale, w_scale, up_scale = _scales_at(given, sizes, row, own, group, GROUP, GATED)
             slot = n % SLOTS
             mbarrier.wait(full.index(slot), (n // SLOTS) & 1)
             x = x_boxes.index(slot * 2 + GROUP)
@@ -157,8 +195,8 @@ def _multiply(
             mbarrier.arrive(free.index(slot))
             n += 1
         if GATED:
-            sums = activated(sums, up, out.dtype.element_ty, "silu_mul")
-        _store(out, bias, sums, row, end, feature, out_features, tiles[4])
+            sums = activated(sums, up, given[3].dtype.element_ty, "silu_mul")
+        _store(given, sums, lines, row + GROUP * GROUP_ROWS, end, feature, out_features)
 
 
 @gluon.jit(do_not_specialize=["rows", "row_tiles", "num_tiles"])

@@ -19,6 +19,9 @@ _SEGMENT = 1024
 #: Of several segments, experts of a program, and the bits in which it counts the pairs of each.
 _EXPERTS, _BITS = 4, 16
 _COLUMNS = 1024
+#: The most pairs of an expert, in the mean, of which each is a group of its own: hardly two choose
+#: one expert then, and those that do read its weights from L2.
+_LONE = 0.125
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +69,59 @@ class RowGroups:
         return cls(*parts)
 
     @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """All, as kernels of experts take them."""
+        return self.experts, self.counts, self.starts, self.members
+
+    @property
+    def pairs(self) -> int:
+        """T * top_k."""
+        return self.members.shape[1]
+
+    @property
     def mean_rows(self) -> float:
         """Pairs of an expert, if all have equally many."""
-        num_experts, pairs = self.members.shape
-        return pairs / num_experts
+        return self.pairs / len(self.members)
 
     @property
     def most_chosen(self) -> int:
         """The most experts that rows can have chosen."""
         return min(self.members.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class LonePairs:
+    """(row, choice) pairs, each a group of its own.
+
+    Attributes:
+        chosen: [T, top_k] int64.
+        num_experts: E.
+    """
+
+    chosen: Tensor
+    num_experts: int
+
+    @classmethod
+    def of(cls, chosen: Tensor, num_experts: int) -> LonePairs | None:
+        """Those of choices; None where groups take less time."""
+        return cls(chosen, num_experts) if chosen.numel() <= _LONE * num_experts else None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """As of ``RowGroups``, like the next three."""
+        return self.chosen, None, None, None
+
+    @property
+    def pairs(self) -> int:
+        return self.chosen.numel()
+
+    @property
+    def mean_rows(self) -> float:
+        return self.pairs / self.num_experts
+
+    @property
+    def most_chosen(self) -> int:
+        return self.pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +333,30 @@ def _tiles_kernel(
         row = first + tl.arange(0, ROWS)
         pair = tl.load(members + expert.to(tl.int64) * num_pairs + row - start, row < end, other=0)
         tl.store(order + row, pair, row < end)
+
+
+@triton.jit
+def group_at(
+    place,
+    experts,  # ``tensors`` of ``RowGroups`` or ``LonePairs``, as are the next two
+    counts,
+    starts,
+):
+    """A group's expert, the number of its rows, and where they begin."""
+    expert, count, start = tl.load(experts + place).to(tl.int64), 1, place
+    if counts is not None:
+        count, start = tl.load(counts + place), tl.load(starts + place)
+    return expert, count, start
+
+
+@triton.jit
+def pairs_at(member, is_pair, start, members):
+    """The pairs of members of a group, and the rows of those that lie by expert."""
+    place = start + member
+    pair = place
+    if members is not None:
+        pair = tl.load(members + member, is_pair, other=0)
+    return pair.to(tl.int64), place.to(tl.int64)
 
 
 @triton.jit

@@ -1,9 +1,10 @@
 """The weighted sum of a row's experts in Triton; no shape depends on the routing.
 
-Rows are grouped by expert on the device (``moe_rows_triton``); a program then has a share of one
-expert's rows and loops over its tiles. Neighbouring programs share rows, then weights, so that both
-are read from memory once. Sums over features run in order, as in ``gemm``, so a row's bits depend
-neither on the tiles (``moe_tiles``) nor on the other rows of the same expert.
+Rows are grouped by expert on the device (``moe_rows_triton``) unless they are very few; a program
+then has a share of one expert's rows and loops over its tiles. Neighbouring programs share rows,
+then weights, so that both are read from memory once. Sums over features run in order, as in
+``gemm``, so a row's bits depend neither on the tiles (``moe_tiles``) nor on the other rows of the
+same expert.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -23,7 +24,14 @@ from sametoken.ops.model.activation_triton import Activation, activated
 from sametoken.ops.model.gemm.fp8_triton import rounded
 from sametoken.ops.model.gemm.int4_panels import ONE, Int4Panels, gate_and_up, int4_sums
 from sametoken.ops.model.gemm.triton import finished, groups_of
-from sametoken.ops.model.moe_rows_triton import AddToPairs, RowGroups, combine
+from sametoken.ops.model.moe_rows_triton import (
+    AddToPairs,
+    LonePairs,
+    RowGroups,
+    combine,
+    group_at,
+    pairs_at,
+)
 from sametoken.ops.model.moe_stack import ExpertStack
 from sametoken.ops.model.moe_sums_triton import scaled_sums
 from sametoken.ops.model.moe_tiles import ExpertTile, expert_tile, panels_tile
@@ -82,6 +90,35 @@ def _with_biases(acc, up, biases, expert, feature, N: tl.constexpr, GATED: tl.co
     return acc, up
 
 
+@triton.jit
+def _store(
+    acc,  # [features, rows] fp32, as are those of up
+    up,
+    biases,  # as for ``_expert_kernel``, as are all others
+    expert,
+    out,
+    out_row,
+    is_pair,
+    feature,
+    N: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Store finished sums, after their activation if it is not put off."""
+    if biases is not None:
+        acc, up = _with_biases(acc, up, biases, expert, feature, N, GATED)
+    dtype = out.dtype.element_ty
+    if ACTIVATION != "none" and ACTIVATION != "put_off":
+        acc = activated(acc, up, dtype, ACTIVATION, ALPHA, LIMIT)
+    stored = (feature < N)[:, None] & is_pair[None, :]
+    at = out + out_row[None, :] * (2 * N if ACTIVATION == "put_off" else N) + feature[:, None]
+    tl.store(at, acc.to(dtype), stored)
+    if ACTIVATION == "put_off":
+        tl.store(at + N, up.to(dtype), stored)
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _expert_kernel(
     x,  # [rows, K]; see GATHER
@@ -93,7 +130,7 @@ def _expert_kernel(
     w_zeros,  # of 4 bits, as scales, or None
     x_scales,  # [rows, X_GROUPS], or None
     biases,  # [E, N or 2 * N], or None
-    experts,  # ``RowGroups``, as are the next three
+    experts,  # ``tensors`` of ``RowGroups`` or ``LonePairs``, as are the next three
     counts,
     starts,
     members,
@@ -119,12 +156,9 @@ def _expert_kernel(
 ):
     GATED: tl.constexpr = ACTIVATION != "relu_squared" and ACTIVATION != "none"
     gdc_launch_and_wait(PDL)
-    group = tl.program_id(2)
-    expert = tl.load(experts + group).to(tl.int64)
-    count, start = tl.load(counts + group), tl.load(starts + group)
+    expert, count, start = group_at(tl.program_id(2), experts, counts, starts)
     first_feature = tl.program_id(0) * BLOCK_FEATURES
     feature = first_feature + tl.arange(0, BLOCK_FEATURES)
-    is_feature = feature < N
     rows = expert * (2 * N if GATED else N)
     weight += rows * (WORDS if WORDS else K)
     if w_scales is not None:
@@ -133,13 +167,13 @@ def _expert_kernel(
         w_factors += rows
     if w_zeros is not None:
         w_zeros += rows * W_GROUPS
-    members += expert * num_pairs
+    if members is not None:
+        members += expert * num_pairs
     step = tl.num_programs(1) * BLOCK_ROWS
     for first in range(tl.program_id(1) * BLOCK_ROWS, count, step):
         member = first + tl.arange(0, BLOCK_ROWS)
         is_pair = member < count
-        pair = tl.load(members + member, is_pair, other=0).to(tl.int64)
-        place = (start + member).to(tl.int64)
+        pair, place = pairs_at(member, is_pair, start, members)
         x_row, out_row = (pair // GATHER, place) if GATHER else (place, pair)
         if WORDS:
             acc = int4_sums(
@@ -154,19 +188,13 @@ def _expert_kernel(
         else:
             acc, up = scaled_sums(
                 x, x_tiles, start + first, x_row, is_pair,
-                weight, w_tiles, rows.to(tl.int32) + first_feature, feature, is_feature,
+                weight, w_tiles, rows.to(tl.int32) + first_feature, feature, feature < N,
                 w_scales, x_scales, GATED, N, K, BLOCK_DEPTH, W_GROUPS, X_GROUPS,
             )  # fmt: skip
-        if biases is not None:
-            acc, up = _with_biases(acc, up, biases, expert, feature, N, GATED)
-        dtype = out.dtype.element_ty
-        if ACTIVATION != "none" and ACTIVATION != "put_off":
-            acc = activated(acc, up, dtype, ACTIVATION, ALPHA, LIMIT)
-        stored = is_feature[:, None] & is_pair[None, :]
-        at = out + out_row[None, :] * (2 * N if ACTIVATION == "put_off" else N) + feature[:, None]
-        tl.store(at, acc.to(dtype), stored)
-        if ACTIVATION == "put_off":
-            tl.store(at + N, up.to(dtype), stored)
+        _store(
+            acc, up, biases, expert, out, out_row, is_pair, feature,
+            N, GATED, ACTIVATION, ALPHA, LIMIT,
+        )  # fmt: skip
 
 
 def moe_forward(
@@ -198,12 +226,14 @@ def moe_forward(
     out = torch.empty_like(x, dtype=dtype)
     if not num_rows:
         return out
-    groups, outputs = RowGroups.of(chosen, experts.num_experts), None
-    if updates is None and experts.form is None:
+    lone = LonePairs.of(chosen, experts.num_experts) if updates is None else None
+    rows = lone or RowGroups.of(chosen, experts.num_experts)
+    outputs = None
+    if isinstance(rows, RowGroups) and updates is None and experts.form is None:
         stacks = experts.gate_up, experts.down
-        outputs = moe_blocks_hopper.outputs(x, *stacks, groups, out.dtype)
+        outputs = moe_blocks_hopper.outputs(x, *stacks, rows, out.dtype)
     if outputs is None:
-        outputs = _outputs(x, experts, groups, out.dtype, updates)
+        outputs = _outputs(x, experts, rows, out.dtype, updates)
     combine(outputs, weights, out, beside)
     return out
 
@@ -211,27 +241,29 @@ def moe_forward(
 def _outputs(
     x: Tensor,
     experts: StackedExperts,
-    groups: RowGroups,
+    rows: RowGroups | LonePairs,
     dtype: torch.dtype,
     updates: tuple[AddToPairs, AddToPairs] | None,
 ) -> Tensor:
-    """Outputs of the experts of all pairs, in order: [pairs, H]."""
+    """Outputs of the experts of all pairs, in order: [pairs, H]; updates need groups."""
     first, second = _biases(experts)
-    pairs, follows = groups.members.shape[1], _activation_of(experts)
-    hidden, inner, top_k = experts.down.out_features, experts.down.in_features, pairs // len(x)
+    follows, top_k = _activation_of(experts), rows.pairs // len(x)
+    hidden, inner = experts.down.out_features, experts.down.in_features
     if updates is None:
-        features = x.new_empty(pairs, inner)  # by expert, so that down's rows lie together
-        _product(x, experts.gate_up, first, groups, features, top_k, follows)
+        # By expert, so that down's rows lie together.
+        features = x.new_empty(rows.pairs, inner)
+        _product(x, experts.gate_up, first, rows, features, top_k, follows)
     else:
-        sums = x.new_empty(pairs, experts.gate_up.out_features)
+        assert isinstance(rows, RowGroups)
+        sums = x.new_empty(rows.pairs, experts.gate_up.out_features)
         put_off = Activation("none" if sums.shape[1] == inner else "put_off")
-        _product(x, experts.gate_up, first, groups, sums, top_k, put_off)
-        updates[0](x, sums, groups, top_k)
+        _product(x, experts.gate_up, first, rows, sums, top_k, put_off)
+        updates[0](x, sums, rows, top_k)
         features = follows.of(sums)
-    outputs = x.new_empty((pairs, hidden), dtype=dtype)
-    _product(features, experts.down, second, groups, outputs, 0, Activation("none"))
-    if updates is not None:
-        updates[1](features, outputs, groups, 0)
+    outputs = x.new_empty((rows.pairs, hidden), dtype=dtype)
+    _product(features, experts.down, second, rows, outputs, 0, Activation("none"))
+    if updates is not None and isinstance(rows, RowGroups):
+        updates[1](features, outputs, rows, 0)
     return outputs
 
 
@@ -254,7 +286,7 @@ def _product(
     x: Tensor,
     stack: ExpertStack | Int4Panels,
     biases: Tensor | None,
-    groups: RowGroups,
+    rows: RowGroups | LonePairs,
     out: Tensor,
     gather: int,
     activation: Activation,
@@ -263,11 +295,11 @@ def _product(
     """Multiply each pair's row by its expert's weight into ``out`` [pairs, N].
 
     Args:
-        x: [rows, K] of ``gather`` pairs each; [pairs, K] by expert with ``gather`` 0.
+        x: [rows, K] of ``gather`` pairs each; with ``gather`` 0 [pairs, K] by group.
         stack: the weights.
         biases: as for ``_expert_kernel``.
-        groups: of all pairs.
-        out: written, by expert; in the order of pairs with ``gather`` 0. [pairs, 2 * N] if the
+        rows: of all pairs.
+        out: written, by group; in the order of pairs with ``gather`` 0. [pairs, 2 * N] if the
             activation is put off.
         gather: the pairs of a row of x, or 0.
         activation: what follows.
@@ -280,7 +312,7 @@ def _product(
     x_scales = x_tiles = w_tiles = None
     if isinstance(stack, Int4Panels):
         matrix, num_groups = stack.words, stack.scales.shape[1]
-        tile = tile or panels_tile(groups.mean_rows, is_gated, hopper)
+        tile = tile or panels_tile(rows.mean_rows, is_gated, hopper)
     else:
         matrix = stack.weight
         num_groups = 1 if stack.scales is None else groups_of(stack.scales[0])
@@ -288,14 +320,14 @@ def _product(
             x, x_scales = rounded(x, stack.rounding)
         whole = x_scales is not None and num_groups == groups_of(x_scales) == 1
         tile = tile or expert_tile(
-            groups.mean_rows, out_features, in_features, matrix.itemsize, is_gated, hopper, whole
+            rows.mean_rows, out_features, in_features, matrix.itemsize, is_gated, hopper, whole
         )
         if tile.tma:
             w_box, x_box = [tile.features, tile.depth], [tile.rows, tile.depth]
             w_tiles = TensorDescriptor.from_tensor(matrix.flatten(0, 1), w_box)
             x_tiles = None if gather else TensorDescriptor.from_tensor(x, x_box)
-    shares = tile.shares(groups.mean_rows)
-    _expert_kernel[triton.cdiv(out_features, tile.features), shares, groups.most_chosen](
+    shares = tile.shares(rows.mean_rows)
+    _expert_kernel[triton.cdiv(out_features, tile.features), shares, rows.most_chosen](
         x,
         x_tiles,
         matrix,
@@ -305,10 +337,7 @@ def _product(
         None if panels is None else panels.offsets,
         x_scales,
         biases,
-        groups.experts,
-        groups.counts,
-        groups.starts,
-        groups.members,
+        *rows.tensors,
         out,
         out.shape[0],
         ONE,

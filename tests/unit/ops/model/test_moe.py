@@ -141,7 +141,11 @@ def routed(rows: int, hidden: int, count: int, top_k: int = 2, dtype=torch.float
 
 
 def require_bits(stack: StackedExperts, x, chosen, weights, whole: torch.Tensor) -> None:
-    """A row alone has the bits that it has in the whole, and rows without an adapter have them."""
+    """A row alone has the bits that it has in the whole, pairs have them that are no groups, and
+    rows without an adapter."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(moe_rows_triton, "_LONE", math.inf)
+        assert torch.equal(stack(x, chosen, weights), whole)
     alone = stack(x[-1:].clone(), chosen[-1:].clone(), weights[-1:].clone())
     assert torch.equal(alone, whole[-1:])
     inner, rows = stack.down.in_features, RowAdapters()
@@ -168,10 +172,12 @@ def matrices(count: int, hidden: int, inner: int, dtype: torch.dtype):
         (7, 3, 2, 33, 20, True),
         (40, 2, 1, 40, 70, True),
         (9, 4, 2, 33, 20, False),
+        (2, 33, 2, 33, 20, True),
     ],
 )
 def test_mix(rows, count, top_k, hidden, inner, gated, dtype):
-    """More rows than a tile has, experts that nobody chose, sizes off every tile."""
+    """More rows than a tile has, experts that nobody chose, pairs of which each is alone, sizes off
+    every tile."""
     gate_up, down = matrices(count, hidden, inner, dtype)
     if not gated:
         gate_up = gate_up[:, :inner].contiguous()
@@ -409,6 +415,15 @@ def test_an_expert_that_many_rows_choose_has_programs_for_them():
     tile = ExpertTile(32, 64, 128, 4, 4)
     assert [tile.shares(mean) for mean in (0.1, 2, 2.5, 32, 33, 100)] == [1, 1, 4, 4, 8, 16]
     assert replace(tile, programs=2).shares(33) == 4
+
+
+def test_few_pairs_are_alone():
+    """Up to an eighth of the experts; then two seldom choose one."""
+    chosen = torch.zeros(4, 2, dtype=torch.int64)
+    lone = moe_rows_triton.LonePairs.of(chosen, 64)
+    assert lone is not None
+    assert (lone.pairs, lone.mean_rows, lone.most_chosen) == (8, 0.125, 8)
+    assert moe_rows_triton.LonePairs.of(chosen, 63) is None
 
 
 def test_no_rows():

@@ -1,20 +1,21 @@
 """Microseconds of a layer's experts on this GPU, by product and tile.
 
     python benchmarks/kernels/experts_gpu.py [--shape qwen3-30b-a3b ...] [--rows 1,64,4096]
-        [--forms bf16 float8 blocks mxfp4] [--choices even alike favoured]
+        [--forms bf16 float8 blocks mxfp4] [--choices even alike favoured] [--defaults]
 
 Choices are random: even, so that experts have about equally many rows; a quarter of the rows
 alike, as rows of padding are; or of favoured experts, expert i in proportion to 1 / (i + 4). A
 graph runs over layers that exceed L2 in sum. ``float8`` has a scale a row, ``blocks`` one per 128 x
-128. Rates are of the products' own operations and of the chosen experts' bytes. A line marked ``!``
-has other bits than the first.
+128. "all" is the gate and the whole mixture. Rates are of the products' own operations and of the
+chosen experts' bytes. A line marked ``!`` has other bits than the first.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,8 +28,9 @@ from sametoken.ops.model.gemm.fp8 import GROUP
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.moe_gate_triton import moe_gate
 from sametoken.ops.model.moe_rows_triton import RowGroups, combine
+from sametoken.ops.model.moe_stack import ExpertStack
 from sametoken.ops.model.moe_tiles import ExpertTile
-from sametoken.ops.model.moe_triton import ExpertStack, _product
+from sametoken.ops.model.moe_triton import StackedExperts, _product
 from sametoken.ops.weight import Rounding
 
 
@@ -122,36 +124,35 @@ def stacks_of(shape: Shape, form: str) -> list[tuple[Stack, Stack]]:
     return [(pair[0], pair[1]), *((stack(*sizes[0]), stack(*sizes[1])) for _ in range(layers))]
 
 
+def tiles_of(stack: Stack, out_features: int) -> tuple[ExpertTile | None, ...]:
+    """All tiles that a product may have; None is the default."""
+    if isinstance(stack, Int4Panels):
+        wide = 1 if stack.out_features > out_features else 2
+        return (None, *(replace(tile, features=wide * tile.features) for tile in PANELS_TILES))
+    if stack.blocks:
+        return tuple(tile for tile in TILES if tile is None or tile.depth == GROUP)
+    return TILES
+
+
 def compare(
     name: str,
     stacks: Sequence[Stack],
-    x: Tensor,
-    groups: RowGroups,
-    gather: int,
+    tiles: Sequence[ExpertTile | None],
     out: Tensor,
-    activation: Activation,
+    launch: Callable[[Stack, ExpertTile | None], None],
     used: float,
 ) -> None:
     """Print a line for each tile; ``used`` is the part of the experts that rows chose."""
-    first, tiles = None, TILES
-    if isinstance(stacks[0], Int4Panels):
-        wide = 1 if stacks[0].out_features > out.shape[1] else 2
-        tiles = (None, *(replace(tile, features=wide * tile.features) for tile in PANELS_TILES))
-    elif stacks[0].blocks:
-        tiles = tuple(tile for tile in TILES if tile is None or tile.depth == GROUP)
+    first = None
     for tile in tiles:
-
-        def call(stack: Stack, tile: ExpertTile | None = tile) -> None:
-            _product(x, stack, None, groups, out, gather, activation, tile)
-
         try:
-            call(stacks[0])
+            launch(stacks[0], tile)
         except Exception as error:
             print(f"  {name} {tile}: {type(error).__name__}", flush=True)
             continue
         first = out.clone() if first is None else first
         mark = " " if torch.equal(out, first) else "!"
-        time = microseconds(call, stacks)
+        time = microseconds(partial(launch, tile=tile), stacks)
         operations = 2 * out.shape[0] * stacks[0].out_features * stacks[0].in_features
         per_us = operations / time / 1e6, used * stacks[0].nbytes / time / 1e6
         rates = "{:5.0f} TFLOP/s {:5.2f} TB/s".format(*per_us)
@@ -174,6 +175,8 @@ def run(
     rows: int,
     choices: str,
     stacks: list[tuple[Stack, Stack]],
+    *,
+    defaults: bool,
 ) -> None:
     shape = SHAPES[name]
     x = torch.randn(rows, shape.hidden, device="cuda", dtype=torch.bfloat16)
@@ -190,11 +193,22 @@ def run(
         f"{name} {form}, {rows} rows, {choices}, at most {int(groups.counts.max())} of an expert: "
         f"gate {gate:.1f}, group {group:.1f}, combine {add:.1f} us"
     )
+    layers = [StackedExperts(*pair) for pair in stacks]
+    whole = microseconds(lambda one: one(x, *moe_gate(logits, routing)), layers)
+    print(f"  all  {whole:8.1f} us", flush=True)
     used = len(chosen.unique()) / shape.num_experts
     first, second = ([stack[i] for stack in stacks] for i in (0, 1))
     activation = Activation("silu_mul" if shape.gated else "relu_squared")
-    compare("up  ", first, x, groups, shape.top_k, inner, activation, used)
-    compare("down", second, inner, groups, 0, outer, Activation("none"), used)
+
+    def up(stack: Stack, tile: ExpertTile | None) -> None:
+        _product(x, stack, None, groups, inner, shape.top_k, activation, tile)
+
+    def down(stack: Stack, tile: ExpertTile | None) -> None:
+        _product(inner, stack, None, groups, outer, 0, Activation("none"), tile)
+
+    for side, of_side, launch, out in (("up  ", first, up, inner), ("down", second, down, outer)):
+        tiles = (None,) if defaults else tiles_of(of_side[0], out.shape[1])
+        compare(side, of_side, tiles, out, launch, used)
 
 
 def main() -> None:
@@ -205,6 +219,7 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", choices=forms, default=forms)
     kinds = ("even", "alike", "favoured")
     parser.add_argument("--choices", nargs="+", choices=kinds, default=kinds)
+    parser.add_argument("--defaults", action="store_true", help="no other tiles")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     for name in arguments.shape:
@@ -212,7 +227,7 @@ def main() -> None:
             stacks = stacks_of(SHAPES[name], form)
             for rows in map(int, arguments.rows.split(",")):
                 for choices in arguments.choices:
-                    run(name, form, rows, choices, stacks)
+                    run(name, form, rows, choices, stacks, defaults=arguments.defaults)
 
 
 if __name__ == "__main__":

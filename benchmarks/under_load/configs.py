@@ -65,6 +65,7 @@ CONFIGS = {
     "ngram5": Config("qwen3-8b", DENSE_LEN, _KV, {**LOOKUP, "num_speculative_tokens": 5}),
     "fp8": Config("qwen3-8b-fp8", DENSE_LEN, _KV),
     "fp8blocks": Config("qwen3-8b-fp8-blocks", DENSE_LEN, _KV),
+    "fp8static": Config("qwen3-8b-fp8-static", DENSE_LEN, _KV),
     "w4a16": Config("qwen3-8b-w4a16", DENSE_LEN, _KV),
     "moe": Config("qwen3-30b-a3b", DENSE_LEN, _KV),
     "moefp8": Config("qwen3-30b-a3b-fp8", DENSE_LEN, _KV),

@@ -4,10 +4,8 @@
         [--workloads W...]
     python benchmarks/under_load/drive.py --machine --out FILE
 
-ENGINE: sametoken or vllm. CONFIG: plain, eagle3 (k = 3), small, llama, llamaeagle3 (k = 3), q35,
-q35mtp3 (k = 3), ngram5 (k = 5), fp8, fp8blocks, w4a16, moe, moefp8, moefp8blocks, nemotron,
-nemotronmtp5 (k = 5), glm, glmmtp3 (k = 3), gptoss, gemma3, graniteh; weights are random, and drafts
-of heads and modules are accepted at 0.80, 0.64, 0.51, 0.41, 0.33, so only times mean something.
+ENGINE: sametoken or vllm. CONFIG: one of ``configs.py``; weights are random, and drafts of heads
+and modules are accepted at 0.80, 0.64, 0.51, 0.41, 0.33, so only times mean something.
 MODELS, or --models, is the folder that ``shapes.py`` writes: the models of ``configs.py``, each
 with its config.json.
 

@@ -78,8 +78,9 @@ def machine_figures(models: list[Path], rows: int, device: torch.device) -> dict
     read = read_bandwidth(device, num_bytes)
     products = {}
     for model in models:
-        shapes = weight_shapes(model)
-        products[model.name] = product_rate(shapes, rows, device)
+        # Of quantized models only what they have in bf16 is counted, which may be nothing.
+        if shapes := weight_shapes(model):
+            products[model.name] = product_rate(shapes, rows, device)
         if not on_cpu:
             torch.cuda.empty_cache()
     return {

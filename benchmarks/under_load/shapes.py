@@ -37,6 +37,8 @@ def _float8(strategy: str, dynamic: bool) -> dict[str, Any]:
 
 
 FP8 = _compressed("float-quantized", _float8("channel", False), _float8("token", True))
+# RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8's form: a scale per tensor, of activations too
+FP8_STATIC = _compressed("float-quantized", _float8("tensor", False), _float8("tensor", False))
 _BLOCKS = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -429,6 +431,7 @@ SHAPES = {
     "eagle3-qwen3-8b": QWEN3_8B | _HEAD,
     "qwen3-8b-fp8": QWEN3_8B | FP8,
     "qwen3-8b-fp8-blocks": QWEN3_8B | FP8_BLOCKS,
+    "qwen3-8b-fp8-static": QWEN3_8B | FP8_STATIC,
     "qwen3-8b-w4a16": QWEN3_8B | W4A16,
     "qwen3-30b-a3b": QWEN3_MOE,
     "qwen3-30b-a3b-fp8": QWEN3_MOE | FP8,

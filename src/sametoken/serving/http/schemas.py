@@ -122,16 +122,24 @@ def null_is(default: Any) -> BeforeValidator:
     return BeforeValidator(lambda given: default if given is None else given)
 
 
+def _whole(given: Any) -> Any:
+    """A whole float as an integer: JSON has one kind of number, and some write 4 as 4.0."""
+    return int(given) if isinstance(given, float) and given.is_integer() else given
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Count = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[Whole, Field(ge=0, lt=2**31)]
+#: The likeliest tokens of a position that are returned.
+Candidates = Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)]
 #: The number of answers, where there is one. A Literal would take true, which equals 1.
-One = Annotated[int, Field(ge=1, le=1), null_is(default=1)]
+One = Annotated[Whole, Field(ge=1, le=1), null_is(default=1)]
 #: Of the answer in a conversation.
-Limit = Annotated[int, Field(ge=1, lt=2**31)]
+Limit = Annotated[Whole, Field(ge=1, lt=2**31)]
 #: Tokens of reasoning; -1: any number.
-Budget = Annotated[int, Field(ge=-1, lt=2**31)]
+Budget = Annotated[Whole, Field(ge=-1, lt=2**31)]
 #: Tokens that are kept of a prompt; -1: all that fit.
-Kept = Annotated[int, Field(ge=-1, lt=2**31)]
+Kept = Annotated[Whole, Field(ge=-1, lt=2**31)]
 # fail_fast: an invalid list costs no more than a valid one.
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 Texts = Annotated[list[str], Field(max_length=MAX_N, fail_fast=True)]
@@ -214,13 +222,13 @@ class SamplingFields(BaseModel):
     elsewhere: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N), null_is(default=1)] = 1
+    n: Annotated[Whole, Field(ge=1, le=MAX_N), null_is(default=1)] = 1
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     min_p: float | None = None
-    seed: int | None = None
-    min_tokens: int | None = None
+    seed: Whole | None = None
+    min_tokens: Whole | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -239,7 +247,7 @@ class SamplingFields(BaseModel):
     spaces_between_special_tokens: bool | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
     allowed_token_ids: TokenIds | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Candidates | None = None
     thinking_token_budget: Budget | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -310,8 +318,8 @@ class CompletionRequest(SamplingFields):
     max_tokens: Count | None = 16
     max_completion_tokens: Count | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    best_of: int | None = None
+    logprobs: Candidates | None = None
+    best_of: Whole | None = None
     add_special_tokens: bool = True
     truncate_prompt_tokens: Kept | None = None
     request_id: RequestId | None = None
@@ -365,7 +373,7 @@ class ChatRequest(SamplingFields):
     max_tokens: Limit | None = None
     max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Candidates | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -67,6 +67,29 @@ def test_the_place_of_a_fault_is_one_of_the_body_without_the_types_of_a_union(mo
             assert set(place.removeprefix(name).split(".")) <= {"", "0"}
 
 
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (CompletionRequest, ("max_tokens", "n", "top_k", "seed", "logprobs", "min_tokens")),
+        (ChatRequest, ("max_completion_tokens", "n", "top_logprobs", "prompt_logprobs")),
+        (ResponsesRequest, ("max_output_tokens", "n", "top_k")),
+        (MessagesRequest, ("max_tokens", "top_k")),
+    ],
+)
+def test_a_whole_number_may_have_a_fraction_of_0(model, fields):
+    needed = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "input": "a"}
+    needed = {name: value for name, value in needed.items() if name in model.model_fields}
+    needed |= {"model": "m", "max_tokens": 5} if model is MessagesRequest else {}
+    for name in fields:
+        body = json.dumps(needed | {name: 1.0}).encode()
+        value = getattr(read_model(model, body), name)
+        assert (value, type(value)) == (1, int)
+        for other in (1.5, "1", True):
+            with pytest.raises(ApiError) as caught:
+                read_model(model, json.dumps(needed | {name: other}).encode())
+            assert caught.value.param == name
+
+
 @given(st.lists(st.text('"\\[{:1e9', max_size=8), max_size=4))
 def test_what_stands_in_strings_is_not_looked_at(texts):
     body = json.dumps(texts).encode()

@@ -35,6 +35,8 @@ def summarise(resolved: ResolvedConfig) -> EngineSummary:
         dtype=str(resolved.dtype).removeprefix("torch."),
         method=speculative.label if speculative else None,
         num_speculative_tokens=config.num_speculative_tokens,
+        block_size=config.block_size,
+        num_kv_blocks=resolved.num_kv_blocks,
         world_size=config.tensor_parallel_size,
         logprobs_mode=config.logprobs_mode,
         max_loras=max(config.max_loras, len(config.lora_modules)) if config.enable_lora else 0,

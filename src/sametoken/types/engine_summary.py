@@ -27,6 +27,8 @@ class EngineSummary:
         device, dtype: as text, for example "cuda" and "bfloat16".
         method: the speculative method's label; None without speculation.
         num_speculative_tokens: k; 0 without speculation.
+        block_size: tokens of a KV block.
+        num_kv_blocks: KV blocks that requests share.
         world_size: ranks that share the model.
         logprobs_mode: of which distribution log-probabilities are.
         max_loras: adapters that may be there at once, if any may come; else 0.
@@ -44,6 +46,8 @@ class EngineSummary:
     dtype: str
     method: str | None
     num_speculative_tokens: int
+    block_size: int
+    num_kv_blocks: int
     world_size: int
     logprobs_mode: str
     max_loras: int

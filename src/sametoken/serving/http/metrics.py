@@ -49,7 +49,7 @@ class EngineCollector(Collector):
         yield from self._speculation(stats.speculation)
         yield from self._audit(stats)
         yield self._histogram("step_time_seconds", "Time of the engine's steps.", stats.step_time)
-        yield self._info()
+        yield from self._infos()
 
     def _load(self, stats: EngineStats) -> Iterator[Metric]:
         load = stats.load
@@ -166,20 +166,27 @@ class EngineCollector(Collector):
         family.add_metric([self._model], buckets, values.total)
         return family
 
-    def _info(self) -> Metric:
+    def _infos(self) -> Iterator[Metric]:
         summary = self._summary
-        family = InfoMetricFamily(PREFIX + "engine", "The engine's settings.")
-        family.add_metric(
-            [],
-            {
-                _MODEL: self._model,
-                "device": summary.device,
-                "dtype": summary.dtype,
-                "method": summary.method or "none",
-                "num_speculative_tokens": str(summary.num_speculative_tokens),
-                "synthetic": ", ".join(summary.synthetic) or "nothing",
-            },
+        yield self._info(
+            "engine",
+            "The engine's settings.",
+            device=summary.device,
+            dtype=summary.dtype,
+            method=summary.method or "none",
+            num_speculative_tokens=str(summary.num_speculative_tokens),
+            synthetic=", ".join(summary.synthetic) or "nothing",
         )
+        yield self._info(
+            "cache_config",
+            "KV blocks, and the tokens of one.",
+            block_size=str(summary.block_size),
+            num_gpu_blocks=str(summary.num_kv_blocks),
+        )
+
+    def _info(self, name: str, text: str, **labels: str) -> Metric:
+        family = InfoMetricFamily(PREFIX + name, text)
+        family.add_metric([], {_MODEL: self._model, **labels})
         return family
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from prometheus_client import CollectorRegistry, Histogram
 
 from sametoken.types.outputs import RequestMetrics, RequestOutput
@@ -11,6 +9,7 @@ from sametoken.types.outputs import RequestMetrics, RequestOutput
 PREFIX = "sametoken:"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_COMPLETIONS = (1, 2, 5, 10, 20)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 
@@ -58,6 +57,14 @@ class RequestTimes:
             "From a finished request's first token to its end.",
             _SECONDS,
         )
+        self._inference = histogram(
+            "request_inference_time_seconds",
+            "From a finished request's first step to its end.",
+            _SECONDS,
+        )
+        self._completions = histogram(
+            "request_params_n", "Completions of a finished request.", _COMPLETIONS
+        )
         self._prompt_tokens = histogram(
             "request_prompt_tokens", "Prompt tokens of a finished request.", _TOKENS
         )
@@ -89,6 +96,7 @@ class RequestTimes:
     def _finish(self, output: RequestOutput, *, whole: bool) -> None:
         metrics = output.metrics
         counts = [completion.num_tokens for completion in output.outputs]
+        self._completions.observe(len(counts))
         self._prompt_tokens.observe(len(output.prompt_token_ids))
         self._output_tokens.observe(sum(counts))
         self._longest.observe(max(counts))
@@ -103,14 +111,15 @@ class RequestTimes:
                 self._between.observe(mean)
 
     def _observe_parts(self, metrics: RequestMetrics) -> None:
-        times = (
-            metrics.arrival_time,
-            metrics.first_scheduled_time,
-            metrics.first_token_time,
-            metrics.finished_time,
+        arrival, begin = metrics.arrival_time, metrics.first_scheduled_time
+        first, end = metrics.first_token_time, metrics.finished_time
+        parts = (
+            (self._queue, arrival, begin),
+            (self._prefill, begin, first),
+            (self._decode, first, end),
+            (self._inference, begin, end),
         )
-        parts = zip((self._queue, self._prefill, self._decode), pairwise(times), strict=True)
-        for histogram, (begin, end) in parts:
+        for histogram, since, until in parts:
             # One that was aborted may lack some of them.
-            if begin is not None and end is not None:
-                histogram.observe(end - begin)
+            if since is not None and until is not None:
+                histogram.observe(until - since)

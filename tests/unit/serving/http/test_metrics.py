@@ -36,6 +36,9 @@ VLLM_NAMES = {
     "request_queue_time_seconds_bucket",
     "request_prefill_time_seconds_bucket",
     "request_decode_time_seconds_bucket",
+    "request_inference_time_seconds_bucket",
+    "request_params_n_bucket",
+    "cache_config_info",
     "request_prompt_tokens_bucket",
     "request_generation_tokens_bucket",
     "request_max_num_generation_tokens_bucket",
@@ -93,6 +96,7 @@ def test_values_are_the_engine_s(scraped):
         ("step_time_seconds_bucket", "0.001"): 3,
         ("step_time_seconds_count", ""): 3,
         ("shadow_audit_differences_total", ""): 0,
+        ("cache_config_info", "16,99"): 1,
     }
     assert {key: scraped[key] for key in expected} == expected
 
@@ -111,6 +115,7 @@ def test_times_of_requests(scraped):
     assert scraped["request_queue_time_seconds_sum", ""] == pytest.approx(0.004)
     assert scraped["request_prefill_time_seconds_sum", ""] == pytest.approx(0.006)
     assert scraped["request_decode_time_seconds_sum", ""] == pytest.approx(0.02)
+    assert scraped["request_inference_time_seconds_sum", ""] == pytest.approx(0.026)
     assert scraped["request_time_per_output_token_seconds_sum", ""] == pytest.approx(0.02 / 5)
     assert scraped["inter_token_latency_seconds_count", ""] == 1
     assert scraped["inter_token_latency_seconds_sum", ""] == pytest.approx(0.02 / 5)
@@ -125,6 +130,7 @@ def test_the_longest_completion_of_a_request(serve):
     scraped = samples(client.get("/metrics").text)
     assert scraped["request_generation_tokens_sum", ""] == 12
     assert scraped["request_max_num_generation_tokens_sum", ""] == 6
+    assert scraped["request_params_n_sum", ""] == 3
 
 
 def test_times_of_a_stream(serve):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -95,6 +95,11 @@ def candidates_of_blocks(shape: GemmShape, rows: int) -> list[Float8Config | Non
     return list(dict.fromkeys([None, *in_parts, *(tiles if rows > 32 else ())]))
 
 
+def candidates_of(weight: Fp8Weight, shape: GemmShape, rows: int) -> Sequence[Float8Config | None]:
+    """The candidates of a weight's scales."""
+    return (candidates_of_blocks if weight.blocks else candidates)(shape, rows)
+
+
 def narrow(size: int) -> list[TritonConfig]:
     """List configs for few programs with deep pipelines; the deepest need more than 99 KiB."""
     stages = {16: (6, 9, 14, 20), 32: (6, 8, 12, 16), 64: (4, 6, 9, 12)}[size]
@@ -169,7 +174,7 @@ def compile_share(index: int, shapes: list[GemmShape], rows: list[int], *, block
         x, matrix = normal(1, shape.in_features), normal(1024, shape.in_features)
         weight = weight_of(matrix, blocks=blocks)
         for count in rows:
-            for config in (candidates_of_blocks if blocks else candidates)(shape, count):
+            for config in candidates_of(weight, shape, count):
                 jobs[config, epilogue, "e4m3"] = lambda x=x, w=weight, e=epilogue, c=config: (
                     product(x, w, e, None, c)
                 )
@@ -215,8 +220,7 @@ def timed(
 ) -> list[tuple[float, str]]:
     """Return microseconds and labels of the fastest, default and wrong candidates."""
     times: list[tuple[float, str]] = []
-    kinds = candidates_of_blocks if weights[0].blocks else candidates
-    for index, config in enumerate(kinds(shape, x.shape[0])):
+    for index, config in enumerate(candidates_of(weights[0], shape, x.shape[0])):
 
         def run(weight: Fp8Weight, config: Float8Config | None = config) -> torch.Tensor:
             return product(x, weight, shape.epilogue, None, config)

@@ -46,7 +46,7 @@ def outputs(
         and gate_up.out_features == 2 * down.in_features
     ):
         return None
-    pairs = groups.members.shape[1]
+    pairs = groups.pairs
     tiles = RowTiles.of(groups, TILE_ROWS)
     values, scaling = _rounded(x, gate_up, x.dtype, tiles.order, pairs // len(x))
     features = x.new_empty(pairs, down.in_features)

@@ -21,7 +21,7 @@ _EXPERTS, _BITS = 4, 16
 _COLUMNS = 1024
 #: The most pairs of an expert, in the mean, of which each is a group of its own: hardly two choose
 #: one expert then, and those that do read its weights from L2.
-_LONE = 0.125
+_LONE_PAIRS = 0.125
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class LonePairs:
     @classmethod
     def of(cls, chosen: Tensor, num_experts: int) -> LonePairs | None:
         """Those of choices; None where groups take less time."""
-        return cls(chosen, num_experts) if chosen.numel() <= _LONE * num_experts else None
+        return cls(chosen, num_experts) if chosen.numel() <= _LONE_PAIRS * num_experts else None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:

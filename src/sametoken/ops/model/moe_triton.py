@@ -262,7 +262,8 @@ def _outputs(
         features = follows.of(sums)
     outputs = x.new_empty((rows.pairs, hidden), dtype=dtype)
     _product(features, experts.down, second, rows, outputs, 0, Activation("none"))
-    if updates is not None and isinstance(rows, RowGroups):
+    if updates is not None:
+        assert isinstance(rows, RowGroups)
         updates[1](features, outputs, rows, 0)
     return outputs
 

@@ -144,7 +144,7 @@ def require_bits(stack: StackedExperts, x, chosen, weights, whole: torch.Tensor)
     """A row alone has the bits that it has in the whole, pairs have them that are no groups, and
     rows without an adapter."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(moe_rows_triton, "_LONE", math.inf)
+        patched.setattr(moe_rows_triton, "_LONE_PAIRS", math.inf)
         assert torch.equal(stack(x, chosen, weights), whole)
     alone = stack(x[-1:].clone(), chosen[-1:].clone(), weights[-1:].clone())
     assert torch.equal(alone, whole[-1:])

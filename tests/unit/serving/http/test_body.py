@@ -72,7 +72,7 @@ def test_the_place_of_a_fault_is_one_of_the_body_without_the_types_of_a_union(mo
     [
         (CompletionRequest, ("max_tokens", "n", "top_k", "seed", "logprobs", "min_tokens")),
         (ChatRequest, ("max_completion_tokens", "n", "top_logprobs", "prompt_logprobs")),
-        (ResponsesRequest, ("max_output_tokens", "n", "top_k")),
+        (ResponsesRequest, ("max_output_tokens", "n", "top_k", "top_logprobs")),
         (MessagesRequest, ("max_tokens", "top_k")),
     ],
 )

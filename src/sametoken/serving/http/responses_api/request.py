@@ -17,6 +17,7 @@ from sametoken.serving.http.schemas import (
     MAX_PARTS,
     NEUTRAL_VALUES,
     REFUSED_FIELDS,
+    Candidates,
     Effort,
     Limit,
     One,
@@ -24,7 +25,6 @@ from sametoken.serving.http.schemas import (
     SamplingFields,
 )
 from sametoken.serving.http.unions import Given, Strict, by_type
-from sametoken.types.sampling_params import MAX_LOGPROBS
 
 LOGPROBS = "message.output_text.logprobs"
 #: What ``include`` may name. The others add nothing: reasoning is never encrypted, the server runs
@@ -170,7 +170,7 @@ class ResponsesRequest(SamplingFields):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: Annotated[list[str], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Candidates | None = None
     metadata: Annotated[dict[str, str], Field(max_length=MAX_PARTS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     request_id: RequestId | None = None

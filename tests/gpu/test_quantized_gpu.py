@@ -19,6 +19,7 @@ from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.backend import Routing
 from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.hopper import is_hopper
+from sametoken.ops.model import moe_panels_hopper
 from sametoken.ops.model.gemm import int4_hopper
 from sametoken.ops.model.gemm.fp8 import Fp8Weight
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
@@ -36,7 +37,7 @@ from sametoken.ops.model.moe_gate_triton import moe_gate
 from sametoken.ops.model.moe_stack import ExpertStack
 from sametoken.ops.model.moe_triton import StackedExperts
 from sametoken.ops.reference import ReferenceKernels
-from sametoken.ops.weight import Int4Matrix, IntegerMatrix, Rounding
+from sametoken.ops.weight import ClampedExperts, Int4Matrix, IntegerMatrix, Rounding
 
 CUDA = torch.device("cuda")
 ON_HOPPER = torch.cuda.is_available() and is_hopper(CUDA)
@@ -448,3 +449,54 @@ def test_experts_in_four_bits_have_the_row_law(e2m1, width):
     for rows in (1, 2, 17, 64, 257, 600):
         parts = (x[:rows].clone(), chosen[:rows].clone(), weights[:rows].clone())
         assert torch.equal(stacked(*parts), whole[:rows])
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "top_k", "width", "zeros"),
+    [
+        (2880, 2880, 4, None, False),
+        (2880, 1440, 3, 32, True),
+        (2048, 704, 8, 64, False),
+        (2048, 768, 8, 128, True),
+    ],
+)
+def test_experts_of_many_rows_in_four_bits_have_the_bits_of_other_kernels(
+    hidden, inner, top_k, width, zeros, monkeypatch
+):
+    """Codes are of e2m1 (no width) or integers. Routers have a favourite; one expert has no row."""
+    count, rows = 16, 3000
+    generator = torch.Generator("cuda").manual_seed(3)
+
+    def stack(features: int, depth: int) -> Int4Panels:
+        panels = []
+        for _ in range(count):
+            groups = features, depth // (width or 32)
+            sizes = ((256, (features, depth // 2)), (17, groups), (5, groups))
+            bits, zero, power = (
+                torch.randint(most, size, device=CUDA, generator=generator) for most, size in sizes
+            )
+            scale = 2.0 ** (power - 9)
+            if width is None:
+                one = Int4Matrix(bits.to(torch.uint8), scale.to(torch.float8_e8m0fnu), None)
+            else:
+                zero = zero if zeros else torch.full_like(zero, 8)
+                one = Int4Matrix(bits.to(torch.uint8), scale.bfloat16(), zero.to(torch.uint8))
+            panels.append(Int4Panels.of(one, torch.bfloat16))
+        return Int4Panels.stacked(panels)
+
+    biases = normal(count, 2 * inner, seed=6), normal(count, hidden, seed=7)
+    form = ClampedExperts(1.702, 7.0, *biases) if width is None else None
+    stacked = StackedExperts(stack(2 * inner, hidden), stack(hidden, inner), form)
+    x, logits = normal(rows, hidden, seed=4), normal(rows, count, seed=5).float()
+    logits[:, 3] += 2
+    logits[:, 4] = -100
+    chosen, weights = moe_gate(logits, Routing(top_k, True))
+    whole = stacked(x, chosen, weights)
+    assert whole.isfinite().all()
+    for _ in range(3):
+        assert torch.equal(stacked(x, chosen, weights), whole)
+    for size in (1, 17, 300, 1100, 2999):
+        parts = (x[:size].clone(), chosen[:size].clone(), weights[:size].clone())
+        assert torch.equal(stacked(*parts), whole[:size])
+    monkeypatch.setattr(moe_panels_hopper, "is_hopper", lambda device: False)
+    assert torch.equal(stacked(x, chosen, weights), whole)

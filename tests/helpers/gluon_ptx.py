@@ -61,7 +61,9 @@ def _halves(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 _INSTRUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "mov.b32": lambda a: a,
+    "and.b32": lambda a, b: a & b,
     "shr.b32": lambda a, places: a >> places,
+    "shl.b32": lambda a, places: a << places & _ALL,
     "lop3.b32": _lop3,
     "fma.rn.bf16x2": partial(_fma, torch.bfloat16),
     "fma.rn.f16x2": partial(_fma, torch.float16),

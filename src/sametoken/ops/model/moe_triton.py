@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sametoken.ops.hopper import has_hoppers_memory
-from sametoken.ops.model import moe_blocks_hopper
+from sametoken.ops.model import moe_blocks_hopper, moe_panels_hopper
 from sametoken.ops.model.activation_triton import Activation, activated
 from sametoken.ops.model.gemm.fp8_triton import rounded
 from sametoken.ops.model.gemm.int4_panels import ONE, Int4Panels, gate_and_up, int4_sums
@@ -229,13 +229,25 @@ def moe_forward(
     lone = LonePairs.of(chosen, experts.num_experts) if updates is None else None
     rows = lone or RowGroups.of(chosen, experts.num_experts)
     outputs = None
-    if isinstance(rows, RowGroups) and updates is None and experts.form is None:
-        stacks = experts.gate_up, experts.down
-        outputs = moe_blocks_hopper.outputs(x, *stacks, rows, out.dtype)
+    if isinstance(rows, RowGroups) and updates is None:
+        outputs = _outputs_on_hopper(x, experts, rows, out.dtype)
     if outputs is None:
         outputs = _outputs(x, experts, rows, out.dtype, updates)
     combine(outputs, weights, out, beside)
     return out
+
+
+def _outputs_on_hopper(
+    x: Tensor, experts: StackedExperts, rows: RowGroups, dtype: torch.dtype
+) -> Tensor | None:
+    """As ``_outputs``, of many rows; None where other kernels serve."""
+    stacks = experts.gate_up, experts.down
+    if isinstance(experts.gate_up, Int4Panels):
+        follows, biases = _activation_of(experts), _biases(experts)
+        return moe_panels_hopper.outputs(x, *stacks, biases, rows, dtype, follows)
+    if experts.form is not None:
+        return None
+    return moe_blocks_hopper.outputs(x, *stacks, rows, dtype)
 
 
 def _outputs(

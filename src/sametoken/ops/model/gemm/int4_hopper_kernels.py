@@ -27,24 +27,14 @@ from triton.language.extra import cuda
 from sametoken.ops.hopper_layouts import load_box, new_barriers, products, swizzled
 from sametoken.ops.model.activation_triton import activated
 from sametoken.ops.model.gemm.hopper_tiles import load_rows, store_features, with_bias
-from sametoken.ops.model.gemm.int4_elements_triton import on_base, ones
+from sametoken.ops.model.gemm.int4_elements_hopper import elements, loaded, rows_of_product
 from sametoken.ops.model.gemm.triton import first_row_of
 
 #: Warp groups that take turns.
 GROUPS = gl.constexpr(3)
 #: Words of 8 features in a chunk's row: two blocks of ``Int4Panels``.
 WORDS = gl.constexpr(32)
-#: Registers of a chunk's words [64, 32]. Row 32 h + 8 w + q is row 16 w + 8 h + q of the product
-#: (``_in_order``), so a thread has sums of gate and up, and four neighbouring words of a block.
-_LOADED = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [32, 0], [0, 16]],
-        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        [[8, 0], [16, 0]],
-        [],
-        [64, 32],
-    )
-)
+_LOADED = gl.constexpr(loaded(2))
 
 
 @gluon.constexpr_function
@@ -60,29 +50,11 @@ def _kept(rows):
     )
 
 
-@gluon.constexpr_function
-def _pair_code(pair, dtype):
-    """PTX of a pair's elements: as ``int4_elements_triton`` makes them of ``int4.pair_words``."""
-    fma = f"fma.rn.{'bf16x2' if dtype == gl.bfloat16 else 'f16x2'}"
-    return f"""{{
-        .reg .b32 pair, ones, zeros;
-        mov.b32 ones, 0x{ones(dtype):08X};
-        mov.b32 zeros, 0x80008000;
-        shr.b32 pair, $1, {4 * pair};
-        lop3.b32 pair, pair, 0x000F000F, 0x{on_base(0, dtype):08X}, 0xEA;
-        {fma} pair, pair, ones, $3;
-        {fma} $0, pair, $2, zeros;
-    }}"""
-
-
 @gluon.jit
 def _rows_of_tile(tile, row_tiles, out_features, GATED: gl.constexpr, LAYOUT: gl.constexpr):
     """The weight's row of each row of a tile's product, at most the last."""
-    row = gl.arange(0, 64, layout=LAYOUT)
-    low, half = row // 16 * 8 + row % 8, row // 8 % 2
-    if GATED:
-        return gl.minimum(tile // row_tiles * 32 + low, out_features - 1) + half * out_features
-    return gl.minimum(tile // row_tiles * 64 + half * 32 + low, out_features - 1)
+    first = tile // row_tiles * (32 if GATED else 64)
+    return rows_of_product(first, out_features, GATED, LAYOUT)
 
 
 @gluon.jit
@@ -100,59 +72,10 @@ def _load_scales(scales, offsets, rows, block, blocks, num_rows, IN_BLOCK: gl.co
 
 
 @gluon.jit
-def _by_word(pairs, begin: gl.constexpr, which: gl.constexpr, words, IN_BLOCK: gl.constexpr):
-    """Values [64] of a block's groups for the words [64, 4, groups, 4 / groups] of each."""
-    COLUMNS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, words.type.layout))
-    if IN_BLOCK == 1:
-        ROW: gl.constexpr = gl.SliceLayout(1, COLUMNS)
-        one = gl.convert_layout(pairs[begin][which], ROW, assert_trivial=True)
-        values = gl.expand_dims(one, 1)
-    else:
-        values = gl.join(pairs[begin][which], pairs[begin + IN_BLOCK // 2][which])
-        if IN_BLOCK == 4:
-            others = gl.join(pairs[begin + 1][which], pairs[begin + 3][which])
-            values = gl.join(values, others).reshape([64, 4])
-        values = gl.convert_layout(values, COLUMNS, assert_trivial=True)
-    return gl.broadcast(gl.expand_dims(gl.expand_dims(values, 1), 3), words)[0]
-
-
-@gluon.jit
 def _in_order(loaded):
     """Words [64, 32] as rows of the product: those of two blocks, [64, 16] each."""
     blocks = loaded.reshape([2, 4, 8, 2, 16]).permute((1, 0, 2, 4, 3)).reshape([64, 16, 2])
     return gl.split(blocks)
-
-
-@gluon.jit
-def _pair(words, scale, offset, PAIR: gl.constexpr, dtype: gl.constexpr):
-    """``(code - zero) * scale`` of both values of a pair, each rounded once."""
-    CODE: gl.constexpr = _pair_code(PAIR, dtype)
-    return gl.inline_asm_elementwise(
-        CODE, "=r,r,r,r", [words, scale, offset], dtype=gl.uint32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _elements(
-    words, scales, begin: gl.constexpr, HAS_OFFSETS: gl.constexpr, IN_BLOCK: gl.constexpr,
-    ROWS: gl.constexpr, dtype: gl.constexpr,
-):  # fmt: skip
-    """A block's elements [64, 128], of words [64, 16], in the order of the product's operand."""
-    words = words.reshape([64, 4, IN_BLOCK, 4 // IN_BLOCK])
-    scale = _by_word(scales, begin, 0, words, IN_BLOCK)
-    if HAS_OFFSETS:
-        offset = _by_word(scales, begin, 1, words, IN_BLOCK)
-    else:
-        HALF: gl.constexpr = (on_base(8, dtype) | 0x8000_8000) - (1 << 32)
-        offset = gl.full_like(scale, HALF)
-    low = gl.join(_pair(words, scale, offset, 0, dtype), _pair(words, scale, offset, 1, dtype))
-    high = gl.join(_pair(words, scale, offset, 2, dtype), _pair(words, scale, offset, 3, dtype))
-    pairs = gl.join(low, high)
-    halves = gl.join(pairs.to(gl.uint16), (pairs >> 16).to(gl.uint16)).to(dtype, bitcast=True)
-    # From row, t, e, h, c, l, as ``int4.packed_words`` names them.
-    ordered = halves.reshape([64, 4, 4, 2, 2, 2]).permute((0, 2, 4, 3, 1, 5)).reshape([64, 128])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, products(ROWS), 2)
-    return gl.convert_layout(ordered, OPERAND, assert_trivial=True)
 
 
 @gluon.jit
@@ -225,8 +148,8 @@ def _take_turns(
             slot = n % SLOTS
             mbarrier.wait(full.index(slot), (n // SLOTS) & 1)
             one, two = _in_order(words.index(slot).load(_LOADED))
-            first = _elements(one, ahead, 0, HAS_OFFSETS, IN_BLOCK, ROWS, dtype)
-            second = _elements(two, ahead, IN_BLOCK, HAS_OFFSETS, IN_BLOCK, ROWS, dtype)
+            first = elements(one, ahead, 0, HAS_OFFSETS, False, IN_BLOCK, ROWS, dtype)
+            second = elements(two, ahead, IN_BLOCK, HAS_OFFSETS, False, IN_BLOCK, ROWS, dtype)
             # The scales of the next turn arrive during this one.
             chunk_then = chunk + GROUPS
             ends = chunk_then >= chunks

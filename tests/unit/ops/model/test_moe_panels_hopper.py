@@ -1,0 +1,207 @@
+"""Experts of many rows in 4 bits on Hopper: their products, which are served, and compilation.
+
+Kernels in Gluon run in Python here (``gluon_interpreter``); tests/gpu/test_quantized_gpu.py has
+the bits of a chip.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.compiled import compile_launches, unused_barriers
+from helpers.exact_products import assert_gated, assert_rounded
+from helpers.gluon_interpreter import interpreted
+from sametoken.ops.model import moe_panels_hopper, moe_triton
+from sametoken.ops.model.activation_triton import Activation
+from sametoken.ops.model.gemm.int4 import elements, packed_int4
+from sametoken.ops.model.gemm.int4_panels import Int4Panels
+from sametoken.ops.model.moe_rows_triton import RowGroups, RowTiles
+from sametoken.ops.model.moe_stack import ExpertStack
+from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.weight import ClampedExperts, Int4Matrix
+
+NUM_EXPERTS = 4
+NOTHING = Activation("none")
+SILU = Activation("silu_mul")
+#: Depths do not fill the last block, but groups of 128.
+FORMS = {"e2m1": 288, "groups of 32": 288, "zeros": 288, "groups of 64": 320, "groups of 128": 384}
+
+
+def stack(form: str, features: int, depth: int, dtype=torch.bfloat16):
+    """Experts as the kernels read them, and their elements [E, features, depth]."""
+    generator = torch.Generator().manual_seed(features)
+    width = 32 if form in ("e2m1", "zeros") else int(form.split()[-1])
+    panels, matrices = [], []
+    for _ in range(NUM_EXPERTS):
+        codes = torch.randint(16, (features, depth), generator=generator, dtype=torch.uint8)
+        groups = features, -(-depth // width)
+        if form == "e2m1":
+            powers = torch.randint(118, 126, groups, generator=generator).to(torch.uint8)
+            scale, zero = powers.view(torch.float8_e8m0fnu), None
+        else:
+            scale = (torch.rand(groups, generator=generator) / 16).to(dtype)
+            zero = torch.full(groups, 8, dtype=torch.uint8)
+            if form == "zeros":
+                zero = torch.randint(17, groups, generator=generator, dtype=torch.uint8)
+        matrix = Int4Matrix(packed_int4(codes, width), scale, zero)
+        panels.append(Int4Panels.of(matrix, dtype))
+        matrices.append(elements(matrix, dtype))
+    return Int4Panels.stacked(panels), torch.stack(matrices)
+
+
+def choices(rows: int) -> torch.Tensor:
+    """Of four experts: all rows choose the last, few the first, and none the second."""
+    chosen = torch.full((rows, 2), 3)
+    chosen[:, 1] = 2
+    chosen[5, 1] = 0
+    return chosen
+
+
+def normal(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Few programs with two slots each, so both are used again."""
+    monkeypatch.setattr(moe_panels_hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(moe_panels_hopper, "MULTIPROCESSORS", 3)
+    monkeypatch.setattr(moe_panels_hopper, "_SLOTS", 2)
+
+
+@pytest.fixture
+def tiles():
+    return RowTiles.of(RowGroups.of(choices(150), NUM_EXPERTS), 128)
+
+
+def computed(x, panels, biases, width, tiles, activation, *, in_order, seed=0):
+    out = torch.full((len(x), width), torch.nan, dtype=x.dtype)
+    given = x, panels, biases, out, tiles, activation
+    with interpreted(seed):
+        moe_panels_hopper.product(*given, in_order=in_order)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [*((form, torch.bfloat16) for form in FORMS), ("zeros", torch.float16)],
+)
+def test_products_are_rounded_once(form, dtype, tiles, on_hopper):
+    """Of tiles that rows, features and depth do not fill; results are in the order of pairs."""
+    depth = FORMS[form]
+    panels, matrices = stack(form, 328, depth, dtype)
+    x, biases = normal(300, depth, dtype=dtype), normal(NUM_EXPERTS, 328, dtype=dtype)
+    out = computed(x, panels, biases, 328, tiles, NOTHING, in_order=True)
+    by_pair = choices(150).flatten()
+    for row, pair in enumerate(tiles.order.tolist()):
+        expert = by_pair[pair]
+        given = x[row : row + 1].double(), matrices[expert].double(), biases[expert]
+        assert_rounded(out[pair : pair + 1], *given)
+    for seed in (1, 2):
+        again = computed(x, panels, biases, 328, tiles, NOTHING, in_order=True, seed=seed)
+        assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gated_products_are_made_of_plain_ones(form, tiles, on_hopper):
+    panels, _ = stack(form, 2 * 144, FORMS[form])
+    x, biases = normal(300, FORMS[form]), normal(NUM_EXPERTS, 2 * 144)
+    plain = computed(x, panels, biases, 2 * 144, tiles, NOTHING, in_order=False)
+    assert_gated(computed(x, panels, biases, 144, tiles, SILU, in_order=False), plain)
+    clamped = computed(
+        x, panels, biases, 144, tiles, Activation("clamped_swiglu", 1.702, 0.5), in_order=False
+    )
+    expected = ReferenceKernels().clamped_swiglu(plain, 1.702, 0.5)
+    assert torch.equal(clamped, expected)
+
+
+def test_outputs_are_those_of_the_kernel_of_all_chips(on_hopper, monkeypatch):
+    """In fp16, to which Triton's interpreter rounds as a chip does."""
+    launch = moe_panels_hopper.product
+
+    def run(*given, in_order):
+        with interpreted():
+            launch(*given, in_order=in_order)
+
+    monkeypatch.setattr(moe_panels_hopper, "product", run)
+    (gate_up, _), (down, _) = (
+        stack("zeros", *size, torch.float16) for size in ((2 * 160, 288), (288, 160))
+    )
+    biases = [normal(NUM_EXPERTS, n, dtype=torch.float16) for n in (2 * 160, 288)]
+    experts = moe_triton.StackedExperts(gate_up, down, ClampedExperts(1.702, 7.0, *biases))
+    x, groups = normal(150, 288, dtype=torch.float16), RowGroups.of(choices(150), NUM_EXPERTS)
+    expected = moe_triton._outputs(x, experts, groups, torch.float32, None)
+    out = moe_triton._outputs_on_hopper(x, experts, groups, torch.float32)
+    assert out is not None
+    error = (out - expected).norm() / expected.norm()
+    assert error < 2**-9
+
+
+def test_other_experts_have_other_kernels(on_hopper, monkeypatch):
+    x, groups = torch.zeros(150, 128).bfloat16(), RowGroups.of(choices(150), NUM_EXPERTS)
+    monkeypatch.setattr(moe_panels_hopper, "product", lambda *given, in_order: None)
+
+    def serves(gate_up, down, x=x, groups=groups):
+        given = x, gate_up, down, (None, None), groups, x.dtype, SILU
+        return moe_panels_hopper.outputs(*given) is not None
+
+    gate_up, down = (stack("groups of 32", *size)[0] for size in ((256, 128), (128, 128)))
+    assert serves(gate_up, down)
+    assert serves(*(stack("e2m1", *size)[0] for size in ((256, 128), (128, 128))))
+    assert not serves(gate_up, down, x=x.half())
+    assert not serves(gate_up, down, groups=RowGroups.of(choices(90), NUM_EXPERTS))
+    assert not serves(replace(gate_up, paired=None), down)
+    assert not serves(gate_up, replace(down, in_features=124))
+    assert not serves(down, down)
+    assert not serves(gate_up, ExpertStack(torch.zeros(4, 128, 128).bfloat16()))
+    monkeypatch.setattr(moe_panels_hopper, "is_hopper", lambda device: False)
+    assert not serves(gate_up, down)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    code = """
+from sametoken.ops.model import moe_panels_hopper
+from sametoken.ops.model.activation_triton import Activation
+from sametoken.ops.model.gemm.int4_panels import Int4Panels
+from sametoken.ops.model.moe_rows_triton import RowGroups
+
+moe_panels_hopper.is_hopper = lambda device: True
+def stack(features, depth, width, zeros):
+    blocks = -(-depth // 128)
+    words = torch.zeros(5, features, 16 * blocks, dtype=torch.int32)
+    scales = torch.zeros(5, blocks * (128 // width if width else 1), features, dtype=torch.int32)
+    if not width:
+        return Int4Panels(words, scales.view(torch.uint32), None, depth, True, False)
+    offsets = scales if zeros else None
+    return Int4Panels(words, scales, offsets, depth, False, True, paired=torch.bfloat16)
+for width, zeros in ((0, False), (32, True), (128, False)):
+    stacks = stack(512, 272, width, zeros), stack(272, 256, width, zeros)
+    for rows in (200, 3000):
+        groups = RowGroups.of(torch.zeros(rows, 2, dtype=torch.int64), 5)
+        x = torch.zeros(rows, 272, dtype=torch.bfloat16)
+        for dtype in (torch.bfloat16, torch.float32):
+            biases = (x.new_zeros(5, 512), x.new_zeros(5, 272)) if not width else (None, None)
+            follows = Activation("silu_mul") if width else Activation("clamped_swiglu", 1.7, 7.0)
+            given = x, *stacks, biases, groups, dtype, follows
+            assert moe_panels_hopper.outputs(*given).dtype == dtype
+"""
+    cache = tmp_path_factory.mktemp("panels")
+    compile_launches(code, cache)
+    return cache
+
+
+def test_elements_stay_in_the_threads_that_multiply_them(compiled):
+    kernels = [file.read_text() for file in compiled.rglob("panels_kernel.ptx")]
+    assert len(kernels) == 9
+    for kernel in kernels:
+        products = kernel[kernel.index("wgmma") : kernel.rindex("wgmma")]
+        assert "fma.rn.bf16x2" in products
+        assert "shfl" not in products
+
+
+def test_every_barrier_is_waited_for(compiled):
+    assert not unused_barriers(compiled)

@@ -451,10 +451,39 @@ def test_experts_in_four_bits_have_the_row_law(e2m1, width):
         assert torch.equal(stacked(*parts), whole[:rows])
 
 
+def panels_of(
+    count: int, features: int, depth: int, width: int | None, *, zeros: bool, seed: int
+) -> Int4Panels:
+    """Experts in MXFP4 (no width), NVFP4 (16) or integers in groups of a width."""
+    generator, groups = (
+        torch.Generator("cuda").manual_seed(seed),
+        (features, depth // (width or 32)),
+    )
+
+    def drawn(most: int, size: tuple[int, int]) -> torch.Tensor:
+        return torch.randint(most, size, device=CUDA, generator=generator).to(torch.uint8)
+
+    panels = []
+    for _ in range(count):
+        codes, factor = drawn(256, (features, depth // 2)), None
+        zero, scale = drawn(17, groups), 2.0 ** (drawn(5, groups).float() - 9)
+        if width is None:
+            scale, zero = scale.to(torch.float8_e8m0fnu), None
+        elif width == 16:
+            scale, zero = (scale * 0.7).to(torch.float8_e4m3fn), None
+            factor = torch.rand(features, device=CUDA, generator=generator)
+        else:
+            scale, zero = scale.bfloat16(), zero if zeros else torch.full_like(zero, 8)
+        matrix = Int4Matrix(codes, scale, zero, factor=factor)
+        panels.append(Int4Panels.of(matrix, torch.bfloat16))
+    return Int4Panels.stacked(panels)
+
+
 @pytest.mark.parametrize(
     ("hidden", "inner", "top_k", "width", "zeros"),
     [
         (2880, 2880, 4, None, False),
+        (2048, 768, 8, 16, False),
         (2880, 1440, 3, 32, True),
         (2048, 704, 8, 64, False),
         (2048, 768, 8, 128, True),
@@ -463,30 +492,13 @@ def test_experts_in_four_bits_have_the_row_law(e2m1, width):
 def test_experts_of_many_rows_in_four_bits_have_the_bits_of_other_kernels(
     hidden, inner, top_k, width, zeros, monkeypatch
 ):
-    """Codes are of e2m1 (no width) or integers. Routers have a favourite; one expert has no row."""
+    """Routers have a favourite, and one expert nobody chooses."""
     count, rows = 16, 3000
-    generator = torch.Generator("cuda").manual_seed(3)
-
-    def stack(features: int, depth: int) -> Int4Panels:
-        panels = []
-        for _ in range(count):
-            groups = features, depth // (width or 32)
-            sizes = ((256, (features, depth // 2)), (17, groups), (5, groups))
-            bits, zero, power = (
-                torch.randint(most, size, device=CUDA, generator=generator) for most, size in sizes
-            )
-            scale = 2.0 ** (power - 9)
-            if width is None:
-                one = Int4Matrix(bits.to(torch.uint8), scale.to(torch.float8_e8m0fnu), None)
-            else:
-                zero = zero if zeros else torch.full_like(zero, 8)
-                one = Int4Matrix(bits.to(torch.uint8), scale.bfloat16(), zero.to(torch.uint8))
-            panels.append(Int4Panels.of(one, torch.bfloat16))
-        return Int4Panels.stacked(panels)
-
     biases = normal(count, 2 * inner, seed=6), normal(count, hidden, seed=7)
     form = ClampedExperts(1.702, 7.0, *biases) if width is None else None
-    stacked = StackedExperts(stack(2 * inner, hidden), stack(hidden, inner), form)
+    sizes = (2 * inner, hidden), (hidden, inner)
+    stacks = (panels_of(count, *size, width, zeros=zeros, seed=size[1]) for size in sizes)
+    stacked = StackedExperts(*stacks, form)
     x, logits = normal(rows, hidden, seed=4), normal(rows, count, seed=5).float()
     logits[:, 3] += 2
     logits[:, 4] = -100

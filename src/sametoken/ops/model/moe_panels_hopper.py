@@ -7,6 +7,8 @@ bits.
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,9 @@ from sametoken.ops.model.moe_rows_triton import RowGroups, RowTiles
 from sametoken.ops.model.moe_stack import ExpertStack
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 
+#: How elements are made, as ``int4_elements_hopper.elements`` names it.
+Form = Literal["codes", "powers", "e4m3"]
+
 #: Rows of an expert, in the mean, above which they are faster than Triton's.
 _FEW_ROWS = 48
 
@@ -32,7 +37,7 @@ _SLOTS = 4
 _REGISTERS = 168
 
 #: Rows that a program copies, and elements of each at most.
-_ROWS, _COLUMNS = 8, 1024
+_ROWS, _COLUMNS = 16, 256
 
 
 def outputs(
@@ -63,8 +68,8 @@ def outputs(
         and groups.mean_rows > _FEW_ROWS
         and gate_up.out_features == 2 * down.in_features
         and is_hopper(x.device)
-        and _serves(gate_up, x.dtype)
-        and _serves(down, x.dtype)
+        and _form_of(gate_up, x.dtype) is not None
+        and _form_of(down, x.dtype) is not None
     ):
         return None
     tiles = RowTiles.of(groups, ROWS.value)
@@ -76,11 +81,19 @@ def outputs(
     return out
 
 
-def _serves(panels: Int4Panels, dtype: torch.dtype) -> bool:
-    """Whether elements are made in pairs. TMA reads rows of multiples of 16 bytes."""
-    in_pairs = panels.paired == dtype and panels.width >= 32
-    is_e2m1 = panels.e2m1_kind == 2 and dtype == torch.bfloat16
-    return panels.tops is None and (in_pairs or is_e2m1) and panels.in_features % 8 == 0
+def _form_of(panels: Int4Panels, dtype: torch.dtype) -> Form | None:
+    """How elements are made for rows of this dtype; None: not by these kernels.
+
+    TMA reads rows of multiples of 16 bytes.
+    """
+    if panels.tops is not None or panels.in_features % 8:
+        return None
+    if panels.paired == dtype and panels.width >= 32:
+        return "codes"
+    if panels.e2m1_kind == 2 and dtype == torch.bfloat16:
+        return "powers"
+    is_nvfp4 = panels.e2m1 and panels.width == 16 and panels.factors is not None
+    return "e4m3" if is_nvfp4 and dtype == torch.bfloat16 else None
 
 
 def _by_expert(x: Tensor, order: Tensor, top_k: int) -> Tensor:
@@ -125,12 +138,14 @@ def product(
     """
     assert x.is_contiguous()
     assert out.is_contiguous()
-    scales = panels.kernel_scales
+    scales, form = panels.kernel_scales, _form_of(panels, x.dtype)
+    assert form is not None
     panels_kernel[(MULTIPROCESSORS,)](
         boxes(x, ROWS.value),
         boxes(panels.words.flatten(0, 1), BOX.value, WORDS.value * 4),
         scales,
         panels.offsets,
+        panels.factors,
         biases,
         out,
         panels.words.shape[2] // WORDS.value,
@@ -145,7 +160,7 @@ def product(
         ALPHA=activation.alpha,
         LIMIT=activation.limit,
         IN_BLOCK=BLOCK.value // panels.width,
-        E2M1=panels.e2m1,
+        FORM=form,
         SLOTS=_SLOTS,
         num_warps=4,
         maxnreg=_REGISTERS,

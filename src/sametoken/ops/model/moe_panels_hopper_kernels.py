@@ -26,7 +26,8 @@ from sametoken.ops.model.gemm.int4_elements_hopper import (
     elements,
     loaded,
     rows_of_product,
-    scales_of_e2m1,
+    scales_of_e4m3,
+    scales_of_powers,
 )
 
 #: Rows of a tile, elements of a block of the sum and words of those, features of a product, and
@@ -92,18 +93,23 @@ def _load(
 
 
 @gluon.jit
-def _scales_begin(tile, sizes, PRODUCT: gl.constexpr, GATED: gl.constexpr):
-    """Where the first scale of each row of a product lies."""
+def _scales_at(given, tile, sizes, PRODUCT: gl.constexpr, FORM: gl.constexpr, GATED: gl.constexpr):
+    """Of each row of a product where its first scale lies, and its factor."""
+    _, _, factors, _, _ = given
     _, out_features, groups, stride = sizes
     _, _, feature, expert = tile
     first = feature + PRODUCT * (FEATURES // 2 if GATED else FEATURES)
-    return expert * groups * stride + rows_of_product(first, out_features, GATED, PLACES)
+    row = rows_of_product(first, out_features, GATED, PLACES)
+    factor = 1.0
+    if FORM == "e4m3":
+        factor = gl.load(factors + expert * stride + row)
+    return expert * groups * stride + row, factor
 
 
 @gluon.jit
 def _load_scales(given, at, stride, LINES: gl.constexpr):
-    """Scales and offsets [64] of a block's groups, or of e2m1 those of all in a word."""
-    scales, offsets, _, _ = given
+    """Scales and offsets [64] of a block's groups, of e2m1 four in a word."""
+    scales, offsets, _, _, _ = given
     found = ()
     for line in gl.static_range(LINES):
         scale = gl.load(scales + at + line * stride)
@@ -115,14 +121,19 @@ def _load_scales(given, at, stride, LINES: gl.constexpr):
 
 
 @gluon.jit
-def _made(words, scales, HAS_OFFSETS: gl.constexpr, IN_BLOCK: gl.constexpr, E2M1: gl.constexpr,
+def _made(
+    words, scales, factor, HAS_OFFSETS: gl.constexpr, IN_BLOCK: gl.constexpr, FORM: gl.constexpr,
     dtype: gl.constexpr,
 ):  # fmt: skip
     """Elements [64, 128] of words in shared memory."""
     in_order = words.load(loaded(1)).reshape([2, 4, 8, WORDS]).permute((1, 0, 2, 3))
-    groups = scales_of_e2m1(scales[0][0]) if E2M1 else scales
     in_order = in_order.reshape([FEATURES, WORDS])
-    return elements(in_order, groups, 0, HAS_OFFSETS, E2M1, IN_BLOCK, ROWS, dtype)
+    groups = scales
+    if FORM == "powers":
+        groups = scales_of_powers(scales[0][0])
+    if FORM == "e4m3":
+        groups = scales_of_e4m3(scales[0][0], scales[1][0], factor)
+    return elements(in_order, groups, 0, HAS_OFFSETS, FORM, IN_BLOCK, ROWS, dtype)
 
 
 @gluon.jit
@@ -162,7 +173,7 @@ def _finish(
     ALPHA: gl.constexpr, LIMIT: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """Add biases, activate and store the sums of both products of a warp group."""
-    _, _, biases, out = given
+    _, _, _, biases, out = given
     _, out_features, _, _ = sizes
     _, _, feature, expert = tile
     dtype: gl.constexpr = out.dtype.element_ty
@@ -182,7 +193,7 @@ def _finish(
 @gluon.jit
 def _multiply(
     given, shared, sizes, tiles, GROUP: gl.constexpr, ACTIVATION: gl.constexpr,
-    ALPHA: gl.constexpr, LIMIT: gl.constexpr, IN_BLOCK: gl.constexpr, E2M1: gl.constexpr,
+    ALPHA: gl.constexpr, LIMIT: gl.constexpr, IN_BLOCK: gl.constexpr, FORM: gl.constexpr,
     SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A warp group: half of the features of each tile, by two products.
@@ -192,33 +203,36 @@ def _multiply(
     x, words, full, free = shared
     blocks, out_features, _, stride = sizes
     GATED: gl.constexpr = ACTIVATION != "none"
-    HAS_OFFSETS: gl.constexpr = given[1] is not None
-    LINES: gl.constexpr = 1 if E2M1 else IN_BLOCK
+    OFFSETS: gl.constexpr = given[1] is not None
+    LINES: gl.constexpr = IN_BLOCK if FORM == "codes" else (1 if FORM == "powers" else 2)
     FIRST: gl.constexpr = 2 * GROUP
     if PDL:
         cuda.gdc_wait()
     n = 0 * blocks
     num_tiles = _count_tiles(tiles, out_features, GATED)
     next_tile = _tile_at(gl.minimum(gl.program_id(0), num_tiles - 1), tiles, out_features, GATED)
-    next_at = _scales_begin(next_tile, sizes, FIRST, GATED)
-    next_other = _scales_begin(next_tile, sizes, FIRST + 1, GATED)
+    next_at, next_factor = _scales_at(given, next_tile, sizes, FIRST, FORM, GATED)
+    next_other, next_others_factor = _scales_at(given, next_tile, sizes, FIRST + 1, FORM, GATED)
     scales = _load_scales(given, next_at, stride, LINES)
     others = _load_scales(given, next_other, stride, LINES)
     for place in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         tile, at, other_at = next_tile, next_at, next_other
+        factor, others_factor = next_factor, next_others_factor
         following = gl.minimum(place + gl.num_programs(0), num_tiles - 1)
         next_tile = _tile_at(following, tiles, out_features, GATED)
-        next_at = _scales_begin(next_tile, sizes, FIRST, GATED)
-        next_other = _scales_begin(next_tile, sizes, FIRST + 1, GATED)
+        next_at, next_factor = _scales_at(given, next_tile, sizes, FIRST, FORM, GATED)
+        next_other, next_others_factor = _scales_at(given, next_tile, sizes, FIRST + 1, FORM, GATED)
         first = gl.zeros([FEATURES, ROWS], gl.float32, products(ROWS))
         second = first
         for block in range(blocks):
             slot = n % SLOTS
             mbarrier.wait(full.index(slot), (n // SLOTS) & 1)
             rows, half = x.index(slot).permute((1, 0)), 4 * slot + FIRST
-            made = _made(words.index(half), scales, HAS_OFFSETS, IN_BLOCK, E2M1, x.dtype)
+            made = _made(words.index(half), scales, factor, OFFSETS, IN_BLOCK, FORM, x.dtype)
             first = warpgroup_mma(made, rows, first, is_async=True)
-            other = _made(words.index(half + 1), others, HAS_OFFSETS, IN_BLOCK, E2M1, x.dtype)
+            other = _made(
+                words.index(half + 1), others, others_factor, OFFSETS, IN_BLOCK, FORM, x.dtype
+            )
             second = warpgroup_mma(other, rows, second, is_async=True)
             is_last = block + 1 == blocks
             ahead = (block + 1) * LINES * stride
@@ -239,6 +253,7 @@ def panels_kernel(
     words,  # descriptor of [E * N, num_words], of gated products twice as many: ``Int4Panels``
     scales,  # [E, groups, N], ``Int4Panels.kernel_scales``
     offsets,  # likewise, or None
+    factors,  # [E, N], or None
     biases,  # [E, N], or None
     out,  # [rows, out_features], written
     blocks,  # of a row of the weight
@@ -253,7 +268,7 @@ def panels_kernel(
     ALPHA: gl.constexpr,
     LIMIT: gl.constexpr,
     IN_BLOCK: gl.constexpr,  # groups of a block
-    E2M1: gl.constexpr,
+    FORM: gl.constexpr,  # as for ``elements``
     SLOTS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -266,7 +281,7 @@ def panels_kernel(
     x_boxes = gl.allocate_shared_memory(x.dtype, [SLOTS * 2, ROWS, BLOCK // 2], X)
     word_boxes = gl.allocate_shared_memory(gl.int32, [SLOTS * (TILE // BOX), BOX, WORDS], W)
     full, free = new_barriers(SLOTS, 1), new_barriers(SLOTS, 2)
-    given = (scales, offsets, biases, out)
+    given = (scales, offsets, factors, biases, out)
     shared = (
         x_boxes._reinterpret(x.dtype, [SLOTS, ROWS, BLOCK], X),
         word_boxes._reinterpret(gl.int32, [SLOTS * (TILE // FEATURES), FEATURES, WORDS], W),
@@ -277,10 +292,10 @@ def panels_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                given, shared, sizes, tiles, 0, ACTIVATION, ALPHA, LIMIT, IN_BLOCK, E2M1, SLOTS, PDL
+                given, shared, sizes, tiles, 0, ACTIVATION, ALPHA, LIMIT, IN_BLOCK, FORM, SLOTS, PDL
             )),
             (_multiply, (
-                given, shared, sizes, tiles, 1, ACTIVATION, ALPHA, LIMIT, IN_BLOCK, E2M1, SLOTS, PDL
+                given, shared, sizes, tiles, 1, ACTIVATION, ALPHA, LIMIT, IN_BLOCK, FORM, SLOTS, PDL
             )),
             (_load, (x, words, (x_boxes, word_boxes, full, free), sizes, tiles, GATED, SLOTS, PDL)),
         ],

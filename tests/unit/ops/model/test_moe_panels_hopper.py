@@ -27,26 +27,33 @@ NUM_EXPERTS = 4
 NOTHING = Activation("none")
 SILU = Activation("silu_mul")
 #: Depths do not fill the last block, but groups of 128.
-FORMS = {"e2m1": 288, "groups of 32": 288, "zeros": 288, "groups of 64": 320, "groups of 128": 384}
+FORMS = {
+    "mxfp4": 288, "nvfp4": 272, "zeros": 288,
+    "groups of 32": 288, "groups of 64": 320, "groups of 128": 384,
+}  # fmt: skip
 
 
 def stack(form: str, features: int, depth: int, dtype=torch.bfloat16):
     """Experts as the kernels read them, and their elements [E, features, depth]."""
     generator = torch.Generator().manual_seed(features)
-    width = 32 if form in ("e2m1", "zeros") else int(form.split()[-1])
+    width = {"mxfp4": 32, "nvfp4": 16, "zeros": 32}.get(form) or int(form.split()[-1])
     panels, matrices = [], []
     for _ in range(NUM_EXPERTS):
         codes = torch.randint(16, (features, depth), generator=generator, dtype=torch.uint8)
         groups = features, -(-depth // width)
-        if form == "e2m1":
+        zero = factor = None
+        if form == "mxfp4":
             powers = torch.randint(118, 126, groups, generator=generator).to(torch.uint8)
-            scale, zero = powers.view(torch.float8_e8m0fnu), None
+            scale = powers.view(torch.float8_e8m0fnu)
+        elif form == "nvfp4":
+            scale = torch.rand(groups, generator=generator).to(torch.float8_e4m3fn)
+            factor = torch.rand(features, generator=generator) / 4
         else:
             scale = (torch.rand(groups, generator=generator) / 16).to(dtype)
             zero = torch.full(groups, 8, dtype=torch.uint8)
             if form == "zeros":
                 zero = torch.randint(17, groups, generator=generator, dtype=torch.uint8)
-        matrix = Int4Matrix(packed_int4(codes, width), scale, zero)
+        matrix = Int4Matrix(packed_int4(codes, width), scale, zero, factor=factor)
         panels.append(Int4Panels.of(matrix, dtype))
         matrices.append(elements(matrix, dtype))
     return Int4Panels.stacked(panels), torch.stack(matrices)
@@ -150,7 +157,10 @@ def test_other_experts_have_other_kernels(on_hopper, monkeypatch):
 
     gate_up, down = (stack("groups of 32", *size)[0] for size in ((256, 128), (128, 128)))
     assert serves(gate_up, down)
-    assert serves(*(stack("e2m1", *size)[0] for size in ((256, 128), (128, 128))))
+    for form in ("mxfp4", "nvfp4"):
+        others = [stack(form, *size)[0] for size in ((256, 128), (128, 128))]
+        assert serves(*others)
+        assert not serves(*others, x=x.half())
     assert not serves(gate_up, down, x=x.half())
     assert not serves(gate_up, down, groups=RowGroups.of(choices(90), NUM_EXPERTS))
     assert not serves(replace(gate_up, paired=None), down)
@@ -173,12 +183,16 @@ moe_panels_hopper.is_hopper = lambda device: True
 def stack(features, depth, width, zeros):
     blocks = -(-depth // 128)
     words = torch.zeros(5, features, 16 * blocks, dtype=torch.int32)
-    scales = torch.zeros(5, blocks * (128 // width if width else 1), features, dtype=torch.int32)
+    lines = {0: 1, 16: 2}.get(width) or 128 // width
+    scales = torch.zeros(5, blocks * lines, features, dtype=torch.int32)
     if not width:
         return Int4Panels(words, scales.view(torch.uint32), None, depth, True, False)
+    if width == 16:
+        factors = torch.zeros(5, features)
+        return Int4Panels(words, scales, None, depth, True, False, factors=factors)
     offsets = scales if zeros else None
     return Int4Panels(words, scales, offsets, depth, False, True, paired=torch.bfloat16)
-for width, zeros in ((0, False), (32, True), (128, False)):
+for width, zeros in ((0, False), (16, False), (32, True), (128, False)):
     stacks = stack(512, 272, width, zeros), stack(272, 256, width, zeros)
     for rows in (200, 3000):
         groups = RowGroups.of(torch.zeros(rows, 2, dtype=torch.int64), 5)
@@ -196,7 +210,7 @@ for width, zeros in ((0, False), (32, True), (128, False)):
 
 def test_elements_stay_in_the_threads_that_multiply_them(compiled):
     kernels = [file.read_text() for file in compiled.rglob("panels_kernel.ptx")]
-    assert len(kernels) == 9
+    assert len(kernels) == 12
     for kernel in kernels:
         products = kernel[kernel.index("wgmma") : kernel.rindex("wgmma")]
         assert "fma.rn.bf16x2" in products

@@ -55,8 +55,11 @@ def _pair_code(pair, dtype):
 
 
 @gluon.constexpr_function
-def _e2m1_code(pair):
-    """PTX of a pair's elements in bf16: likewise of ``int4.e2m1_words``."""
+def _e2m1_code(pair, form):
+    """PTX of a pair's elements in bf16: likewise of ``int4.e2m1_words``.
+
+    Numbers are times 2^-126 at first, as the exponent's bias is 1, in bf16 127.
+    """
     if pair < 3:
         numbers = f"shl.b32 pair, $1, {6 - 3 * pair}; and.b32 pair, pair, 0x81C081C0;"
     else:
@@ -67,24 +70,33 @@ def _e2m1_code(pair):
         lop3.b32 pair, bits, 0x00400040, pair, 0xEA;
         shl.b32 bits, $1, 5;
         lop3.b32 pair, bits, 0x80008000, pair, 0xEA;"""
+    if form == "powers":
+        times = "fma.rn.bf16x2 $0, pair, $2, zeros;"
+    else:
+        times = """
+        mov.b32 bits, 0x7E807E80;
+        fma.rn.bf16x2 pair, pair, bits, zeros;
+        shl.b32 bits, pair, 16;
+        and.b32 pair, pair, 0xFFFF0000;
+        mul.rn.f32 bits, bits, $2;
+        mul.rn.f32 pair, pair, $2;
+        cvt.rn.bf16x2.f32 $0, pair, bits;"""
     return f"""{{
         .reg .b32 pair, bits, zeros;
         mov.b32 zeros, 0x80008000;
         {numbers}
-        fma.rn.bf16x2 $0, pair, $2, zeros;
+        {times}
     }}"""
 
 
 @gluon.jit
-def _pair(
-    words, scale, offset, PAIR: gl.constexpr, E2M1: gl.constexpr, dtype: gl.constexpr
-):  # fmt: skip
+def _pair(words, scale, offset, PAIR: gl.constexpr, FORM: gl.constexpr, dtype: gl.constexpr):
     """``(code - zero) * scale`` of both values of a pair, or numbers of e2m1 times the scale.
 
     Each is rounded once.
     """
-    if E2M1:
-        NUMBERS: gl.constexpr = _e2m1_code(PAIR)
+    if FORM != "codes":
+        NUMBERS: gl.constexpr = _e2m1_code(PAIR, FORM)
         return gl.inline_asm_elementwise(
             NUMBERS, "=r,r,r", [words, scale], dtype=gl.uint32, is_pure=True, pack=1
         )
@@ -113,7 +125,7 @@ def _by_word(groups, begin: gl.constexpr, which: gl.constexpr, words, IN_BLOCK: 
 
 @gluon.jit
 def elements(
-    words, groups, begin: gl.constexpr, HAS_OFFSETS: gl.constexpr, E2M1: gl.constexpr,
+    words, groups, begin: gl.constexpr, HAS_OFFSETS: gl.constexpr, FORM: gl.constexpr,
     IN_BLOCK: gl.constexpr, COLUMNS: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """A block's elements [64, 128] as the left operand of a product with this many columns.
@@ -121,20 +133,27 @@ def elements(
     Args:
         words: [64, 16], in the order of the product's rows.
         groups: (scale, offset) [64] int32 of each group as in ``Int4Panels``, from ``begin`` on;
-            of e2m1 what ``scales_of_e2m1`` gives.
+            of e2m1 what ``scales_of_powers`` or ``scales_of_e4m3`` gives.
         HAS_OFFSETS: else half of all codes are negative.
+        FORM: "codes"; of e2m1 "powers" or "e4m3", by scales.
+        IN_BLOCK: groups of a block; of eight a word has two.
     """
-    words = words.reshape([64, 4, IN_BLOCK, 4 // IN_BLOCK])
-    scale = _by_word(groups, begin, 0, words, IN_BLOCK)
+    BY_WORD: gl.constexpr = min(IN_BLOCK, 4)
+    words = words.reshape([64, 4, BY_WORD, 4 // BY_WORD])
+    scale = _by_word(groups, begin, 0, words, BY_WORD)
     if HAS_OFFSETS:
-        offset = _by_word(groups, begin, 1, words, IN_BLOCK)
-    else:
+        offset = _by_word(groups, begin, 1, words, BY_WORD)
+    elif FORM == "codes":
         HALF: gl.constexpr = (on_base(8, dtype) | 0x8000_8000) - (1 << 32)
         offset = gl.full_like(scale, HALF)
-    first = _pair(words, scale, offset, 0, E2M1, dtype)
-    second = _pair(words, scale, offset, 1, E2M1, dtype)
-    third = _pair(words, scale, offset, 2, E2M1, dtype)
-    fourth = _pair(words, scale, offset, 3, E2M1, dtype)
+    else:
+        offset = scale
+    first = _pair(words, scale, offset, 0, FORM, dtype)
+    second = _pair(words, scale, offset, 1, FORM, dtype)
+    if IN_BLOCK == 8:
+        scale = _by_word(groups, begin + 4, 0, words, 4)
+    third = _pair(words, scale, offset, 2, FORM, dtype)
+    fourth = _pair(words, scale, offset, 3, FORM, dtype)
     pairs = gl.join(gl.join(first, second), gl.join(third, fourth))
     halves = gl.join(pairs.to(gl.uint16), (pairs >> 16).to(gl.uint16)).to(dtype, bitcast=True)
     # From row, t, e, h, c, l, as ``int4.packed_words`` names them.
@@ -144,11 +163,24 @@ def elements(
 
 
 @gluon.jit
-def scales_of_e2m1(packed):
-    """Scales of four groups, as ``elements`` takes them, of bytes of E8M0 up to 128."""
+def scales_of_powers(packed):
+    """Scales of a block's four groups for ``elements``, of bytes of E8M0 up to 128."""
     found = ()
     for group in gl.static_range(4):
         # 2^126 times a scale, twice as bf16.
         scale = ((packed >> (8 * group)) & 255) * 0x0080_0080 + 0x3F00_3F00
+        found += ((scale, scale),)
+    return found
+
+
+@gluon.jit
+def scales_of_e4m3(even, odd, factor):
+    """Scales of a block's eight groups for ``elements``, even ones first, times rows' factors."""
+    found = ()
+    for group in gl.static_range(8):
+        packed = even if group < 4 else odd
+        # The exponent's bias is 7, here 127.
+        number = (((packed >> (8 * (group % 4))) & 255) << 20).to(gl.float32, bitcast=True)
+        scale = (number * 2.0**120 * factor).to(gl.int32, bitcast=True)
         found += ((scale, scale),)
     return found

@@ -148,8 +148,8 @@ def _take_turns(
             slot = n % SLOTS
             mbarrier.wait(full.index(slot), (n // SLOTS) & 1)
             one, two = _in_order(words.index(slot).load(_LOADED))
-            first = elements(one, ahead, 0, HAS_OFFSETS, False, IN_BLOCK, ROWS, dtype)
-            second = elements(two, ahead, IN_BLOCK, HAS_OFFSETS, False, IN_BLOCK, ROWS, dtype)
+            first = elements(one, ahead, 0, HAS_OFFSETS, "codes", IN_BLOCK, ROWS, dtype)
+            second = elements(two, ahead, IN_BLOCK, HAS_OFFSETS, "codes", IN_BLOCK, ROWS, dtype)
             # The scales of the next turn arrive during this one.
             chunk_then = chunk + GROUPS
             ends = chunk_then >= chunks

@@ -1,13 +1,15 @@
 """Microseconds of a layer's experts on this GPU, by product and tile.
 
     python benchmarks/kernels/experts_gpu.py [--shape qwen3-30b-a3b ...] [--rows 1,64,4096]
-        [--forms bf16 float8 blocks mxfp4] [--choices even alike favoured] [--defaults]
+        [--forms bf16 float8 blocks mxfp4 nvfp4 int4] [--choices even alike favoured] [--defaults]
 
 Choices are random: even, so that experts have about equally many rows; a quarter of the rows
 alike, as rows of padding are; or of favoured experts, expert i in proportion to 1 / (i + 4). A
 graph runs over layers that exceed L2 in sum. ``float8`` has a scale a row, ``blocks`` one per 128 x
-128. "all" is the gate and the whole mixture. Rates are of the products' own operations and of the
-chosen experts' bytes. A line marked ``!`` has other bits than the first.
+128, ``int4`` one per 128 in bf16. "all" is the gate and the whole mixture, by the kernels that an
+engine takes; tiles are those of Triton's kernel, beside that of many rows in 4 bits on Hopper,
+whose rows are copied by expert before. Rates are of the products' own operations and of the chosen
+experts' bytes. A line marked ``!`` has other bits than the first.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ from graph_times import microseconds
 from torch import Tensor
 
 from sametoken.ops.backend import Routing
+from sametoken.ops.hopper import is_hopper
+from sametoken.ops.model import moe_panels_hopper
 from sametoken.ops.model.activation_triton import Activation
 from sametoken.ops.model.gemm.fp8 import GROUP
 from sametoken.ops.model.gemm.int4_panels import Int4Panels
 from sametoken.ops.model.moe_gate_triton import moe_gate
-from sametoken.ops.model.moe_rows_triton import RowGroups, combine
+from sametoken.ops.model.moe_panels_hopper_kernels import ROWS
+from sametoken.ops.model.moe_rows_triton import RowGroups, RowTiles, combine
 from sametoken.ops.model.moe_stack import ExpertStack
 from sametoken.ops.model.moe_tiles import ExpertTile
 from sametoken.ops.model.moe_triton import StackedExperts, _product
@@ -95,6 +100,30 @@ LEAST_BYTES = 256 << 20
 
 
 Stack = ExpertStack | Int4Panels
+#: In place of a tile of Triton's kernel: that of many rows in 4 bits on Hopper.
+MANY_ROWS = "many rows"
+Tile = ExpertTile | str | None
+
+
+def panels(form: str, num_experts: int, n: int, k: int) -> Int4Panels:
+    """Random experts in 4 bits."""
+    blocks = -(-k // 128)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda")
+
+    words, lines = drawn(num_experts, n, 16 * blocks), (num_experts, blocks, n)
+    # Powers of 2^-10; 2^-10 in bf16, twice; 2^-5 in e4m3.
+    scale = {"mxfp4": 0x75757575, "int4": 0x3A803A80, "nvfp4": 0x10101010}[form]
+    if form == "nvfp4":
+        lines = (num_experts, 2 * blocks, n)
+    scales = torch.full(lines, scale, dtype=torch.int32, device="cuda")
+    if form == "mxfp4":
+        return Int4Panels(words, scales.view(torch.uint32), None, k, e2m1=True, fused=False)
+    if form == "nvfp4":
+        factors = torch.full((num_experts, n), 2.0**-5, device="cuda")
+        return Int4Panels(words, scales, None, k, e2m1=True, fused=False, factors=factors)
+    return Int4Panels(words, scales, None, k, e2m1=False, fused=True, paired=torch.bfloat16)
 
 
 def stacks_of(shape: Shape, form: str) -> list[tuple[Stack, Stack]]:
@@ -103,13 +132,8 @@ def stacks_of(shape: Shape, form: str) -> list[tuple[Stack, Stack]]:
     sizes = ((features, shape.hidden), (shape.hidden, shape.inner))
 
     def stack(n: int, k: int) -> Stack:
-        if form == "mxfp4":
-            blocks = -(-k // 128)
-            sizes = (shape.num_experts, n, 16 * blocks), (shape.num_experts, blocks, n)
-            words = torch.randint(-(2**31), 2**31, sizes[0], dtype=torch.int32, device="cuda")
-            # Powers of 2^-10.
-            powers = torch.full(sizes[1], 0x75757575, dtype=torch.int32, device="cuda")
-            return Int4Panels(words, powers.view(torch.uint32), None, k, e2m1=True, fused=False)
+        if form in ("mxfp4", "nvfp4", "int4"):
+            return panels(form, shape.num_experts, n, k)
         weight = torch.randn(shape.num_experts, n, k, device="cuda", dtype=torch.bfloat16) / k**0.5
         if form == "bf16":
             return ExpertStack(weight)
@@ -124,7 +148,7 @@ def stacks_of(shape: Shape, form: str) -> list[tuple[Stack, Stack]]:
     return [(pair[0], pair[1]), *((stack(*sizes[0]), stack(*sizes[1])) for _ in range(layers))]
 
 
-def tiles_of(stack: Stack, out_features: int) -> tuple[ExpertTile | None, ...]:
+def tiles_of(stack: Stack, out_features: int) -> tuple[Tile, ...]:
     """All tiles that a product may have; None is the default."""
     if isinstance(stack, Int4Panels):
         wide = 1 if stack.out_features > out_features else 2
@@ -137,9 +161,9 @@ def tiles_of(stack: Stack, out_features: int) -> tuple[ExpertTile | None, ...]:
 def compare(
     name: str,
     stacks: Sequence[Stack],
-    tiles: Sequence[ExpertTile | None],
+    tiles: Sequence[Tile],
     out: Tensor,
-    launch: Callable[[Stack, ExpertTile | None], None],
+    launch: Callable[[Stack, Tile], None],
     used: float,
 ) -> None:
     """Print a line for each tile; ``used`` is the part of the experts that rows chose."""
@@ -200,14 +224,27 @@ def run(
     first, second = ([stack[i] for stack in stacks] for i in (0, 1))
     activation = Activation("silu_mul" if shape.gated else "relu_squared")
 
-    def up(stack: Stack, tile: ExpertTile | None) -> None:
-        _product(x, stack, None, groups, inner, shape.top_k, activation, tile)
+    row_tiles, nothing = RowTiles.of(groups, ROWS.value), Activation("none")
+    by_expert = x[row_tiles.order.long() // shape.top_k]
 
-    def down(stack: Stack, tile: ExpertTile | None) -> None:
-        _product(inner, stack, None, groups, outer, 0, Activation("none"), tile)
+    def up(stack: Stack, tile: Tile) -> None:
+        if tile == MANY_ROWS:
+            given = by_expert, stack, None, inner, row_tiles, activation
+            moe_panels_hopper.product(*given, in_order=False)
+        else:
+            _product(x, stack, None, groups, inner, shape.top_k, activation, tile)
+
+    def down(stack: Stack, tile: Tile) -> None:
+        if tile == MANY_ROWS:
+            given = inner, stack, None, outer, row_tiles, nothing
+            moe_panels_hopper.product(*given, in_order=True)
+        else:
+            _product(inner, stack, None, groups, outer, 0, nothing, tile)
 
     for side, of_side, launch, out in (("up  ", first, up, inner), ("down", second, down, outer)):
         tiles = (None,) if defaults else tiles_of(of_side[0], out.shape[1])
+        if isinstance(of_side[0], Int4Panels) and shape.gated and is_hopper(x.device):
+            tiles = (*tiles, MANY_ROWS)
         compare(side, of_side, tiles, out, launch, used)
 
 
@@ -215,7 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rows", default="1,8,64,128,512,4096")
-    forms = ("bf16", "float8", "blocks", "mxfp4")
+    forms = ("bf16", "float8", "blocks", "mxfp4", "nvfp4", "int4")
     parser.add_argument("--forms", nargs="+", choices=forms, default=forms)
     kinds = ("even", "alike", "favoured")
     parser.add_argument("--choices", nargs="+", choices=kinds, default=kinds)

@@ -74,6 +74,7 @@ CONFIGS = {
     "q35moefp8mtp3": Config("qwen35-35b-a3b-fp8", HYBRID_LEN, _KV_AND_DRAFTS, _MTP3),
     "nemotronfp8": Config("nano-30b-a3b-fp8", DENSE_LEN, _KV),
     "moew4a16": Config("qwen3-30b-a3b-w4a16", DENSE_LEN, _KV),
+    "moenvfp4": Config("qwen3-30b-a3b-nvfp4", DENSE_LEN, _KV),
     "nemotron": Config("lightning-30b-a3b", DENSE_LEN, _KV),
     "nemotronmtp5": Config("lightning-30b-a3b", DENSE_LEN, _KV, {"method": "mtp", **SYNTHETIC5}),
     "glm": Config("glm-4.7-flash", DENSE_LEN, _KV),

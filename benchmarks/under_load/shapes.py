@@ -48,6 +48,17 @@ _BLOCKS = {
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 W4A16 = _compressed("pack-quantized", _INT4 | {"dynamic": False}, None)
 W4A16_MOE = _compressed("pack-quantized", _INT4 | {"dynamic": False}, None, "re:.*mlp.gate$")
+_FP4 = {
+    "num_bits": 4,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor_group",
+    "group_size": 16,
+}
+# RedHatAI/Qwen3-30B-A3B-NVFP4's form; before Blackwell activations stay in 16 bits.
+NVFP4_MOE = _compressed(
+    "nvfp4-pack-quantized", _FP4 | {"dynamic": False}, _FP4 | {"dynamic": "local"}, "re:.*mlp.gate$"
+)
 
 # Qwen/Qwen3-8B
 QWEN3_8B = _BF16 | {
@@ -438,6 +449,7 @@ SHAPES = {
     "qwen3-30b-a3b-fp8-blocks": QWEN3_MOE | FP8_BLOCKS_MOE,
     "qwen35-35b-a3b-fp8": QWEN35_MOE_FP8,
     "qwen3-30b-a3b-w4a16": QWEN3_MOE | W4A16_MOE,
+    "qwen3-30b-a3b-nvfp4": QWEN3_MOE | NVFP4_MOE,
     "lightning-30b-a3b": NEMOTRON,
     "nano-30b-a3b-fp8": NEMOTRON_FP8,
     "glm-4.7-flash": GLM_FLASH,

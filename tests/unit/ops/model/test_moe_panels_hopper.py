@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches, unused_barriers
-from helpers.exact_products import assert_gated, assert_rounded
+from helpers.exact_products import assert_gated, assert_near, assert_rounded
 from helpers.gluon_interpreter import interpreted
 from sametoken.ops.model import moe_panels_hopper, moe_triton
 from sametoken.ops.model.activation_triton import Activation
@@ -118,11 +118,14 @@ def test_gated_products_are_made_of_plain_ones(form, tiles, on_hopper):
     x, biases = normal(300, FORMS[form]), normal(NUM_EXPERTS, 2 * 144)
     plain = computed(x, panels, biases, 2 * 144, tiles, NOTHING, in_order=False)
     assert_gated(computed(x, panels, biases, 144, tiles, SILU, in_order=False), plain)
-    clamped = computed(
-        x, panels, biases, 144, tiles, Activation("clamped_swiglu", 1.702, 0.5), in_order=False
+    clamped, gelu = (
+        computed(x, panels, biases, 144, tiles, activation, in_order=False)
+        for activation in (Activation("clamped_swiglu", 1.702, 0.5), Activation("gelu_mul"))
     )
-    expected = ReferenceKernels().clamped_swiglu(plain, 1.702, 0.5)
-    assert torch.equal(clamped, expected)
+    assert torch.equal(clamped, ReferenceKernels().clamped_swiglu(plain, 1.702, 0.5))
+    gate, up = plain.double().chunk(2, 1)
+    exact = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    assert_near(gelu, exact, 16 * 2.0**-24 * up.abs())
 
 
 def test_outputs_are_those_of_the_kernel_of_all_chips(on_hopper, monkeypatch):

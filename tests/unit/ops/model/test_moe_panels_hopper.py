@@ -195,16 +195,14 @@ def stack(features, depth, width, zeros):
         return Int4Panels(words, scales, None, depth, True, False, factors=factors)
     offsets = scales if zeros else None
     return Int4Panels(words, scales, offsets, depth, False, True, paired=torch.bfloat16)
-for width, zeros in ((0, False), (16, False), (32, True), (128, False)):
-    stacks = stack(512, 272, width, zeros), stack(272, 256, width, zeros)
-    for rows in (200, 3000):
-        groups = RowGroups.of(torch.zeros(rows, 2, dtype=torch.int64), 5)
-        x = torch.zeros(rows, 272, dtype=torch.bfloat16)
-        for dtype in (torch.bfloat16, torch.float32):
-            biases = (x.new_zeros(5, 512), x.new_zeros(5, 272)) if not width else (None, None)
-            follows = Activation("silu_mul") if width else Activation("clamped_swiglu", 1.7, 7.0)
-            given = x, *stacks, biases, groups, dtype, follows
-            assert moe_panels_hopper.outputs(*given).dtype == dtype
+for width, dtype in ((0, torch.float32), (16, torch.bfloat16), (32, torch.bfloat16)):
+    stacks = stack(512, 272, width, True), stack(272, 256, width, True)
+    groups = RowGroups.of(torch.zeros(200, 2, dtype=torch.int64), 5)
+    x = torch.zeros(200, 272, dtype=torch.bfloat16)
+    biases = (x.new_zeros(5, 512), x.new_zeros(5, 272)) if not width else (None, None)
+    follows = Activation("silu_mul") if width else Activation("clamped_swiglu", 1.7, 7.0)
+    given = x, *stacks, biases, groups, dtype, follows
+    assert moe_panels_hopper.outputs(*given).dtype == dtype
 """
     cache = tmp_path_factory.mktemp("panels")
     compile_launches(code, cache)
@@ -213,7 +211,7 @@ for width, zeros in ((0, False), (16, False), (32, True), (128, False)):
 
 def test_elements_stay_in_the_threads_that_multiply_them(compiled):
     kernels = [file.read_text() for file in compiled.rglob("panels_kernel.ptx")]
-    assert len(kernels) == 12
+    assert len(kernels) == 6
     for kernel in kernels:
         products = kernel[kernel.index("wgmma") : kernel.rindex("wgmma")]
         assert "fma.rn.bf16x2" in products

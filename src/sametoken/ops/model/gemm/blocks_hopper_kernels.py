@@ -148,18 +148,62 @@ def _scales_at(given, sizes, row, own, group, GROUP: gl.constexpr, GATED: gl.con
 
 
 @gluon.jit
+def _sums(
+    given, shared, sizes, n, tile, following, ahead, GROUP: gl.constexpr, GATED: gl.constexpr,
+    SLOTS: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """Sums of a warp group's rows, and those of up, the loads so far, and the scales ahead."""
+    x_boxes, w_boxes, full, free = shared
+    _, _, _, groups, _ = sizes
+    BLOCKS: gl.constexpr = 2 if GATED else 1
+    row, own = tile
+    next_row, next_own = following
+    sums = gl.zeros([GROUP_ROWS, BLOCK], gl.float32, products(BLOCK, 32))
+    up = sums
+    for group in range(groups):
+        if AHEAD:
+            x_scale, w_scale, up_scale = ahead
+            last = group + 1 == groups
+            ahead = _scales_at(
+                given, sizes, gl.where(last, next_row, row), gl.where(last, next_own, own),
+                gl.where(last, 0, group + 1), GROUP, GATED,
+            )  # fmt: skip
+        else:
+            x_scale, w_scale, up_scale = _scales_at(given, sizes, row, own, group, GROUP, GATED)
+        slot = n % SLOTS
+        mbarrier.wait(full.index(slot), (n // SLOTS) & 1)
+        x = x_boxes.index(slot * 2 + GROUP)
+        sums = _with_block(sums, x, w_boxes.index(slot * BLOCKS), w_scale * x_scale)
+        if GATED:
+            up = _with_block(up, x, w_boxes.index(slot * BLOCKS + 1), up_scale * x_scale)
+        mbarrier.arrive(free.index(slot))
+        n += 1
+    return sums, up, n, ahead
+
+
+@gluon.jit
+def _pass(shared, n, groups, SLOTS: gl.constexpr):
+    """Leave a tile's loads to the other warp group: the loads so far."""
+    _, _, full, free = shared
+    for _ in range(groups):
+        slot = n % SLOTS
+        mbarrier.wait(full.index(slot), (n // SLOTS) & 1)
+        mbarrier.arrive(free.index(slot))
+        n += 1
+    return n
+
+
+@gluon.jit
 def _multiply(
     given, shared, sizes, tiles, GROUP: gl.constexpr, GATED: gl.constexpr,
     SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """A warp group: its 64 rows of each tile.
+    """A warp group: its 64 rows of each tile, if there are any.
 
     Sums of experts are short: what the next tile is, and the scales of the next block, are loaded
     one ahead, as a tile would wait for them as long as for its products.
     """
-    x_boxes, w_boxes, full, free = shared
     _, _, _, groups, out_features = sizes
-    BLOCKS: gl.constexpr = 2 if GATED else 1
     AHEAD: gl.constexpr = tiles[1] is not None
     if PDL:
         cuda.gdc_wait()
@@ -167,36 +211,29 @@ def _multiply(
     num_tiles = _count_tiles(sizes, tiles)
     first = gl.minimum(gl.program_id(0), num_tiles - 1)
     next_row, next_end, next_feature, next_own = _tile_at(first, sizes, tiles, GATED)
+    ahead = (0, 0, 0)
     if AHEAD:
-        x_next, w_next, up_next = _scales_at(given, sizes, next_row, next_own, 0, GROUP, GATED)
+        ahead = _scales_at(given, sizes, next_row, next_own, 0, GROUP, GATED)
     for place in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         row, end, feature, own = next_row, next_end, next_feature, next_own
         following = gl.minimum(place + gl.num_programs(0), num_tiles - 1)
         next_row, next_end, next_feature, next_own = _tile_at(following, sizes, tiles, GATED)
-        lines = _lines_at(tiles, row + GROUP * GROUP_ROWS, end)
-        sums = gl.zeros([GROUP_ROWS, BLOCK], gl.float32, products(BLOCK, 32))
-        up = sums
-        for group in range(groups):
-            if AHEAD:
-                x_scale, w_scale, up_scale = x_next, w_next, up_next
-                last = group + 1 == groups
-                x_next, w_next, up_next = _scales_at(
-                    given, sizes, gl.where(last, next_row, row), gl.where(last, next_own, own),
-                    gl.where(last, 0, group + 1), GROUP, GATED,
-                )  # fmt: skip
-            else:
-                x_scale, w_scale, up_scale = _scales_at(given, sizes, row, own, group, GROUP, GATED)
-            slot = n % SLOTS
-            mbarrier.wait(full.index(slot), (n // SLOTS) & 1)
-            x = x_boxes.index(slot * 2 + GROUP)
-            sums = _with_block(sums, x, w_boxes.index(slot * BLOCKS), w_scale * x_scale)
+        own_row = row + GROUP * GROUP_ROWS
+        # Rows that are not experts' fill every tile.
+        has_rows = own_row < end if AHEAD else True
+        if has_rows:
+            lines = _lines_at(tiles, own_row, end)
+            sums, up, n, ahead = _sums(
+                given, shared, sizes, n, (row, own), (next_row, next_own), ahead,
+                GROUP, GATED, SLOTS, AHEAD,
+            )  # fmt: skip
             if GATED:
-                up = _with_block(up, x, w_boxes.index(slot * BLOCKS + 1), up_scale * x_scale)
-            mbarrier.arrive(free.index(slot))
-            n += 1
-        if GATED:
-            sums = activated(sums, up, given[3].dtype.element_ty, "silu_mul")
-        _store(given, sums, lines, row + GROUP * GROUP_ROWS, end, feature, out_features)
+                sums = activated(sums, up, given[3].dtype.element_ty, "silu_mul")
+            _store(given, sums, lines, own_row, end, feature, out_features)
+        else:
+            n = _pass(shared, n, groups, SLOTS)
+            if AHEAD:
+                ahead = _scales_at(given, sizes, next_row, next_own, 0, GROUP, GATED)
 
 
 @gluon.jit(do_not_specialize=["rows", "row_tiles", "num_tiles"])

@@ -349,12 +349,12 @@ def _attention_kernels(
     backend: Backend, requested: Requested, caches: tuple[LayerCache, ...]
 ) -> str:
     config, kernels = requested.config, backend.model.name
-    size, device = config.block_size, requested.device
+    dtype, size, device = requested.dtype, config.block_size, requested.device
     heads = requested.architecture.num_heads // config.tensor_parallel_size
     # A layer without KV heads reads another's.
     paged = (one for one in caches if isinstance(one, PagedKV) and one.num_kv_heads)
     asked = {(AttentionShape(heads, one.num_kv_heads, one.k_dim), one.dtype) for one in paged}
-    found = {attention_kernels(kernels, *one, size, device) for one in asked}
+    found = {attention_kernels(kernels, one, dtype, kv, size, device) for one, kv in asked}
     return " and ".join(sorted(found)) or kernels
 
 

@@ -62,14 +62,18 @@ def attention_kernels(
     kernels: str,
     shape: AttentionShape,
     dtype: torch.dtype,
+    stored: torch.dtype,
     block_size: int,
     device: torch.device,
 ) -> str:
-    """What computes attention where ``kernels`` serve: ``gluon`` on Hopper, else themselves."""
+    """What computes attention where ``kernels`` serve: ``gluon`` on Hopper, else themselves.
+
+    ``dtype`` is that of queries, ``stored`` that of keys and values.
+    """
     if device.type == "cuda":
         from sametoken.ops.model.attention import hopper
 
-        if hopper.serves(shape, dtype, block_size, device):
+        if hopper.serves(shape, dtype, stored, block_size, device):
             return "gluon"
     return kernels
 
@@ -98,7 +102,7 @@ def attention_scratch(
     from sametoken.ops.model.latent_attention import tuning as latent
 
     if isinstance(shape, AttentionShape):
-        if hopper.serves(shape, stored, block_size, device):
+        if hopper.serves(shape, dtype, stored, block_size, device):
             return hopper.most_scratch(shape, launches)
         return triton.most_scratch(shape, dtype, launches)
     if latent_hopper.serves(shape.rank, shape.width, dtype, stored, block_size, device):

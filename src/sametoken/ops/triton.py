@@ -286,7 +286,8 @@ class TritonKernels:
         kv: LayerKV,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        if hopper.serves(shape, kv.keys.dtype, kv.keys.shape[2], q.device):
+        stored = kv.keys.dtype
+        if hopper.serves(shape, q.dtype, stored, kv.keys.shape[2], q.device):
             if self._arrived is None:
                 self._arrived = hopper.counters(q.device)
             return hopper.attention(q, shape, rows, kv, self._arrived, sinks)

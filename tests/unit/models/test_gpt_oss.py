@@ -110,14 +110,16 @@ def test_a_plan_says_which_kernels_compute_its_attention_on_hopper(tmp_path, mon
 
     def asked(model, num_ranks=1):
         config = SimpleNamespace(block_size=64, tensor_parallel_size=num_ranks)
-        return SimpleNamespace(architecture=model, config=config, device=torch.device("cuda"))
+        cuda, dtype = torch.device("cuda"), torch.bfloat16
+        return SimpleNamespace(architecture=model, config=config, device=cuda, dtype=dtype)
 
     for name in ("gpt_oss", "qwen2"):
         target = load(write_family(tmp_path / name, name))
-        for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float32):
             own = stored_in(target.caches, dtype)
             found.append(_attention_kernels(backend, asked(target.config), own))
-    assert found == ["gluon", "triton", "gluon", "triton"]
+    # TMA reads rows of 16 bytes, of float8 too.
+    assert found == ["gluon", "gluon", "triton", "gluon", "triton", "triton"]
     # Of as many queries by KV head as one rank, or one of two, has.
     many, own = replace(target.config, num_heads=128), stored_in(target.caches, torch.bfloat16)
     one_head = tuple(replace(one, num_kv_heads=1) for one in own)

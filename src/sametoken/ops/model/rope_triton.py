@@ -22,8 +22,13 @@ _ELEMENTS = 1024
 
 
 @triton.jit
-def _finite(value):
-    return tl.abs(value.to(tl.float32)) < float("inf")
+def _finite(value, dtype: tl.constexpr):
+    """Whether ``as_stored`` makes a finite number of a value; in bytes infinity is the largest."""
+    value = value.to(tl.float32)
+    if dtype == tl.uint8:
+        return value == value
+    else:
+        return tl.abs(value) < float("inf")
 
 
 @triton.jit
@@ -48,7 +53,7 @@ def _norm_and_rotate(
     """Norm (if there is a weight) and rotate heads: element j pairs with j + HALF.
 
     A key head is NaN where its value head is not finite, for values are stored finite: Hopper's
-    attention wants it, which reads no bytes.
+    attention wants it.
     """
     half = tl.arange(0, HALF_BLOCK)[None, :]
     rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
@@ -75,10 +80,10 @@ def _norm_and_rotate(
         if 2 * HALF < D:
             tail = tail * scale * rest_factor
     dtype = target.dtype.element_ty
-    if values is not None and dtype != tl.uint8:
+    if values is not None:
         column = tl.arange(0, D_BLOCK)[None, :]
         value = tl.load(values + column, live & (column < D), other=0.0)
-        fault = tl.min(_finite(value).to(tl.int32), axis=1)[:, None] == 0
+        fault = tl.min(_finite(value, dtype).to(tl.int32), axis=1)[:, None] == 0
         low = tl.where(fault, float("nan"), low)
         high = tl.where(fault, float("nan"), high)
         if 2 * HALF < D:
@@ -163,9 +168,8 @@ def _rope_and_cache_kernel(
             inside = live & (column < D)
             gdc_wait(PDL)
             value = tl.load(key + KV * D + column, inside, other=0.0)
-            if values.dtype.element_ty != tl.uint8:
-                value = tl.where(_finite(value), value, 0.0)
             dtype = values.dtype.element_ty
+            value = tl.where(_finite(value, dtype), value, 0.0)
             stored = as_stored(value.to(tl.float32), v_scales, head, live, dtype)
             tl.store(values + written + column, stored, inside)
 

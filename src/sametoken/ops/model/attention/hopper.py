@@ -23,8 +23,10 @@ from sametoken.ops.backend import (
 from sametoken.ops.hopper import is_hopper
 from sametoken.ops.hopper_layouts import boxes
 from sametoken.ops.launch_sizes import cdiv, next_power_of_2
-from sametoken.ops.model.attention.hopper_kernels import rows_kernel, splits_kernel
+from sametoken.ops.model.attention.hopper_kernels import splits_kernel
+from sametoken.ops.model.attention.hopper_rows_kernels import rows_kernel
 from sametoken.ops.model.attention.hopper_sums import kept_shape
+from sametoken.ops.model.attention.kv import FLOAT8
 from sametoken.ops.model.attention.schedule import max_splits
 from sametoken.ops.model.attention.scratch import Launches, Scratch, most_bytes, of_splits
 from sametoken.ops.model.attention.tiles import block_runs, most_tiles
@@ -139,14 +141,19 @@ TABLES = {
 def serves(
     shape: AttentionShape,
     dtype: torch.dtype,
+    stored: torch.dtype,
     block_size: int,
     device: torch.device,
 ) -> bool:
-    """Whether these kernels compute this attention: always or never in an engine."""
+    """Whether these kernels compute this attention: always or never in an engine.
+
+    ``dtype`` is that of queries, ``stored`` that of keys and values.
+    """
     return (
         is_hopper(device)
         and dtype in (torch.bfloat16, torch.float16)
-        and shape.head_dim % 8 == 0
+        and stored in (dtype, FLOAT8)
+        and shape.head_dim * stored.itemsize % 16 == 0
         and shape.head_dim <= max(TABLES)
         and shape.num_heads // shape.num_kv_heads <= QUERIES
         and block_size in (16, 32, 64, 128)
@@ -246,7 +253,7 @@ def attention(
         q: [T, H, D], contiguous, bf16 or fp16.
         shape: head counts and the sliding window.
         rows: positions and slots of the rows, with their runs.
-        kv: the layer's KV, contiguous; values are finite.
+        kv: the layer's KV, contiguous, in q's dtype or float8 e4m3; values are finite.
         arrived: of ``counters``; launches that may run at the same time need separate ones.
         sinks: [H] fp32, a logit of each head without a value; None: there are none.
         config: the configuration of all launches; None: ``choose``.
@@ -276,6 +283,23 @@ def _block_dim(shape: AttentionShape) -> int:
     return max(64, size)
 
 
+def _registers(config: HopperConfig, widens: bool) -> dict[str, int]:
+    """Warps that widen float8, and registers of threads: on average, of those and of the loader.
+
+    Two warps have room beside the one that loads, where registers are short.
+    """
+    most = config.max_registers
+    if not widens:
+        return {"maxnreg": most, "WIDEN_WARPS": 0, "LOAD_REGISTERS": 24, "WIDEN_REGISTERS": 24}
+    two = config.warp_groups == 2 or most <= 128
+    return {
+        "maxnreg": most if two else min(most, 160),
+        "WIDEN_WARPS": 2 if two else 4,
+        "LOAD_REGISTERS": 72 if two else 24,
+        "WIDEN_REGISTERS": 72,
+    }
+
+
 def _launch(
     q: Tensor,
     shape: AttentionShape,
@@ -295,10 +319,11 @@ def _launch(
     scratch = scratch_of(group, len(q), shape, max_seq_len, config)
     sums = q.new_empty(scratch.sums, dtype=torch.float32)
     box = min(kv.keys.shape[2], config.box)
-    described = (boxes(memory, box) for memory in (kv.keys, kv.values))
-    inputs = (
-        q, *described, rows.positions, rows.slots, rows.runs.starts, table, sinks,
-    )  # fmt: skip
+    # 64 elements a line.
+    described = (boxes(memory, box, 64 * memory.itemsize) for memory in (kv.keys, kv.values))
+    where = (rows.positions, rows.slots, rows.runs.starts, table)
+    inputs = (q, *described, *where, sinks, kv.k_scales, kv.v_scales)
+    widens = kv.keys.dtype == FLOAT8
     constants = {
         "KV_HEADS": shape.num_kv_heads,
         "GROUP": heads_per_kv,
@@ -309,7 +334,7 @@ def _launch(
         "WINDOW": shape.sliding_window or 0,
         "SLOTS": config.slots,
         "num_warps": 4,
-        "maxnreg": config.max_registers,
+        **_registers(config, widens),
         **pdl_options(q, early=reads_earlier_passes(rows)),
     }
     if config.warp_groups:
@@ -318,6 +343,7 @@ def _launch(
         rows_kernel[num_tiles, shape.num_kv_heads](
             *inputs, out, sums, group.first, group.max_rows, group.num_runs, table.stride(0), scale,
             WARP_GROUPS=config.warp_groups,
+            PAIR_REGISTERS=216 if widens else 240,
             BLOCK_RUNS=block_runs(table, group),
             **constants,
         )  # fmt: skip

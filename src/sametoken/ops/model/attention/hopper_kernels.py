@@ -1,7 +1,7 @@
 """Attention on Hopper in Gluon: a warp loads KV tiles by TMA while warp groups multiply them.
 
-``splits_kernel`` spreads the splits of few or uneven rows evenly over its programs;
-``rows_kernel`` computes all splits of a query tile in one program.
+``splits_kernel`` spreads the splits of few or uneven rows evenly over its programs
+(``hopper_rows_kernels`` computes all of a query tile in one).
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-untyped-defs=false
@@ -14,7 +14,9 @@ from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import barrier, new_barriers, swizzled
 from sametoken.ops.model.attention import hopper_columns
-from sametoken.ops.model.attention.hopper_sums import QUERIES, SHARED_DIM, kept_shape
+from sametoken.ops.model.attention.arithmetic import scaled
+from sametoken.ops.model.attention.hopper_float8 import widen_by_splits
+from sametoken.ops.model.attention.hopper_sums import QUERIES, SHARED_DIM
 from sametoken.ops.model.attention.hopper_tiles import (
     attend,
     extent,
@@ -95,8 +97,9 @@ def _attend(
 
 @gluon.jit
 def _attend_by_splits(
-    q, positions, slots, starts, sinks, out, sums, stats, arrived, q_memory, between, ring, full,
-    free, first_run, width, tiles_per_run, num_tiles, head, tile, start, low, high, most, scale,
+    q, positions, slots, starts, sinks, k_scales, v_scales, out, sums, stats, arrived, q_memory,
+    between, ring, full, free, first_run, width, tiles_per_run, num_tiles, head, tile, start, low,
+    high, most, scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_DIM: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr, SLOTS: gl.constexpr,
     PDL: gl.constexpr,
@@ -125,15 +128,16 @@ def _attend_by_splits(
                 part = (place.to(gl.int64) * HEADS + head * GROUP) * most - first_split
                 # The first splits are joined in turn; the others wait for those before them.
                 joins = split == first_split
+                own_scale = scaled(scale, k_scales, head)
                 acc, top, total = _attend(
-                    q_memory, ring, full, free, count, kv, stop_kv, position, num_rows, scale,
+                    q_memory, ring, full, free, count, kv, stop_kv, position, num_rows, own_scale,
                     between if KEEPS else None, sums, stats, part, most, joins,
                     HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS,
                 )  # fmt: skip
                 if KEEPS and joins & (last == end_split):
                     store_rows(
-                        out, slots, slot, sinks, acc, top, total, first, num_rows, head, scale,
-                        HEADS, GROUP, HEAD_DIM, RAGGED,
+                        out, slots, slot, sinks, v_scales, acc, top, total, first, num_rows, head,
+                        own_scale, HEADS, GROUP, HEAD_DIM, RAGGED,
                     )  # fmt: skip
                 else:
                     store_part(
@@ -150,8 +154,8 @@ def _attend_by_splits(
                     if stored % JOINED == end_split - first_split:
                         gl.store(counter, 0)
                         join_parts(
-                            out, slots, slot, sinks, sums, stats, first, num_rows,
-                            first_split + stored // JOINED, end_split, part, most, head, scale,
+                            out, slots, slot, sinks, v_scales, sums, stats, first, num_rows,
+                            first_split + stored // JOINED, end_split, part, most, head, own_scale,
                             HEADS, GROUP, HEAD_DIM, BLOCK_DIM, RAGGED,
                         )  # fmt: skip
                 count += stop_kv - kv
@@ -190,6 +194,8 @@ def splits_kernel(
     starts,  # [runs + 1] int64, or None: every run has ``width`` rows
     block_table,  # [num_slots, table_stride] int64
     sinks,  # [heads] fp32, or None
+    k_scales,  # [KV_HEADS] fp32, of float8 keys, or None
+    v_scales,
     out,  # [num_rows, heads, HEAD_DIM], written
     sums,  # [runs * width, heads, most, HEAD_DIM] fp32, written
     stats,  # [runs * width, heads, most, 2] fp32, written: total weight, maximum score
@@ -203,7 +209,8 @@ def splits_kernel(
     scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr, SLOTS: gl.constexpr,
-    COLUMNS: gl.constexpr, BLOCK_TILES: gl.constexpr, PDL: gl.constexpr,
+    COLUMNS: gl.constexpr, BLOCK_TILES: gl.constexpr, WIDEN_WARPS: gl.constexpr,
+    LOAD_REGISTERS: gl.constexpr, WIDEN_REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Splits spread evenly over programs, whatever the lengths of rows.
 
@@ -250,183 +257,26 @@ def splits_kernel(
         between = gl.allocate_shared_memory(gl.float32, [1, KEPT_ROWS, BLOCK_DIM], KEPT)
     ring = gl.allocate_shared_memory(DTYPE, [SLOTS * BOXES, BOX, 64], swizzled(DTYPE))
     full, free = new_barriers(SLOTS, 1), new_barriers(SLOTS, 1)
+    landed = new_barriers(SLOTS, 1) if WIDEN_WARPS else full
     gl.warp_specialize(
         [
             (_attend_by_splits, (
-                q, positions, slots, starts, sinks, out, sums, stats, arrived,
+                q, positions, slots, starts, sinks, k_scales, v_scales, out, sums, stats, arrived,
                 q_memory, between, ring, full, free,
                 first_run, width, tiles_per_run, num_tiles, head, first_tile, start, low, high,
                 most, scale,
                 KV_HEADS, GROUP, ROWS, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, PDL,
             )),
             (_load_by_splits, (
-                keys, values, positions, slots, starts, block_table, ring, full, free,
+                keys, values, positions, slots, starts, block_table, ring, landed, free,
                 first_run, width, tiles_per_run, num_tiles, table_stride,
                 head, first_tile, start, low, high,
                 KV_HEADS, ROWS, BLOCK_SIZE, TILE, BLOCK_DIM, WINDOW, SLOTS, PDL,
             )),
+            (widen_by_splits, (
+                positions, starts, ring, landed, full, first_run, width, tiles_per_run, num_tiles,
+                first_tile, start, low, high, ROWS, TILE, BLOCK_DIM, WINDOW, SLOTS, WIDEN_WARPS,
+            )),
         ],
-        [1], [24],
+        [1, WIDEN_WARPS or 1], [LOAD_REGISTERS, WIDEN_REGISTERS],
     )  # fmt: skip
-
-
-@gluon.jit
-def _load_all(
-    keys, values, table, last_seen, final, begin, end, ring, full, free,
-    KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, BLOCK_DIM: gl.constexpr,
-    SLOTS: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """The loading warp of ``rows_kernel``."""
-    load_tiles(
-        keys, values, table, last_seen, final, gl.program_id(1), begin, end, 0 * begin,
-        ring, full, free, KV_HEADS, BLOCK_SIZE, TILE, BLOCK_DIM, SLOTS, PDL,
-    )  # fmt: skip
-    if PDL:
-        cuda.gdc_wait()
-
-
-@gluon.jit
-def _attend_all(
-    q, slots, slot, sinks, out, q_memory, kept, rest, ring, full, free,
-    first, stop, position, begin, end, scale,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_DIM: gl.constexpr,
-    TILE: gl.constexpr, WINDOW: gl.constexpr, SLOTS: gl.constexpr, RAGGED: gl.constexpr,
-    PDL: gl.constexpr,
-):  # fmt: skip
-    """One warp group of ``rows_kernel``: its rows over all splits."""
-    HEADS: gl.constexpr = KV_HEADS * GROUP
-    head = gl.program_id(1)
-    if PDL:
-        cuda.gdc_wait()
-    load_queries(q, q_memory, first, stop - first, head, HEADS, GROUP, HEAD_DIM, BLOCK_DIM)
-    acc, top, total = attend(
-        q_memory, ring, full, free, 0 * begin, begin, end, position, stop - first, scale,
-        kept, rest, None, None, None, None, True,
-        HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS,
-    )  # fmt: skip
-    store_rows(
-        out, slots, slot, sinks, acc, top, total, first, stop - first, head, scale,
-        HEADS, GROUP, HEAD_DIM, RAGGED,
-    )  # fmt: skip
-
-
-@gluon.jit
-def own_tile(
-    starts, first_run, num_runs, width, HEADS: gl.constexpr, TILE: gl.constexpr,
-    BLOCK_RUNS: gl.constexpr,
-):  # fmt: skip
-    """First row of this program's run, the row after its last, and its tile's first query in it.
-
-    A tile has TILE queries of a run's rows x HEADS. Of a run, the tiles with the most KV come
-    first. A program without a tile gets an empty run.
-    """
-    place = gl.program_id(0)
-    if starts is None:
-        begin = (first_run + place % num_runs) * width
-        stop = begin + width
-        tile = (width * HEADS + TILE - 1) // TILE - 1 - place // num_runs
-    else:
-        # Tiles are counted by run, since padded steps have many runs without rows.
-        LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        run = gl.arange(0, BLOCK_RUNS, layout=LINE)
-        at = starts + first_run + run
-        begins = gl.load(at, mask=run < num_runs, other=0).to(gl.int32)
-        stops = gl.load(at + 1, mask=run < num_runs, other=0).to(gl.int32)
-        tiles = ((stops - begins) * HEADS + TILE - 1) // TILE
-        following = gl.associative_scan(tiles, 0, added)
-        own = (following - tiles <= place) & (place < following)
-        begin = gl.sum(gl.where(own, begins, 0), 0)
-        stop = gl.sum(gl.where(own, stops, 0), 0)
-        tile = gl.maximum(gl.sum(gl.where(own, following, 0), 0) - 1 - place, 0)
-    return begin, stop, tile * TILE
-
-
-@jit_over_runs
-def rows_kernel(
-    q,  # as for splits_kernel
-    keys,
-    values,
-    positions,
-    slots,
-    starts,
-    block_table,
-    sinks,
-    out,  # [num_rows, heads, HEAD_DIM]
-    running,  # [programs, WARP_GROUPS, QUERIES, columns that ``kept_shape`` leaves] fp32
-    first_run,
-    width,
-    num_runs,
-    table_stride,
-    scale,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr, SLOTS: gl.constexpr,
-    WARP_GROUPS: gl.constexpr, BLOCK_RUNS: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """All splits of one query tile a program."""
-    if PDL:
-        cuda.gdc_launch_dependents()
-    ROWS: gl.constexpr = QUERIES // GROUP
-    OWN: gl.constexpr = WARP_GROUPS * ROWS
-    begin, stop, first = own_tile(starts, first_run, num_runs, width, 1, OWN, BLOCK_RUNS)
-    first = begin + first
-    stop = gl.minimum(first + OWN, stop)
-    if first >= stop:
-        if PDL:
-            cuda.gdc_wait()
-        return
-    RAGGED: gl.constexpr = starts is not None
-    slot = gl.load(slots + begin)
-    final = gl.load(positions + begin).to(gl.int32)
-    position = gl.load(positions + first).to(gl.int32)
-    _, end, before = extent(position, stop - first, TILE, WINDOW)
-    table = block_table + slot * table_stride
-    last_seen = last_seen_of(position, first, stop, table_stride, BLOCK_SIZE)
-
-    BOX: gl.constexpr = keys.block_shape[0]
-    BOXES: gl.constexpr = (TILE // BOX) * (BLOCK_DIM // 64)
-    DTYPE: gl.constexpr = q.dtype.element_ty
-    KEPT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-    q_memory = gl.allocate_shared_memory(DTYPE, [WARP_GROUPS, QUERIES, BLOCK_DIM], swizzled(DTYPE))
-    KEPT_SHAPE: gl.constexpr = kept_shape(BLOCK_DIM, WARP_GROUPS)
-    REST: gl.constexpr = QUERIES * (BLOCK_DIM - KEPT_SHAPE[0] * KEPT_SHAPE[2])
-    kept = gl.allocate_shared_memory(gl.float32, KEPT_SHAPE, KEPT)
-    program = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
-    rest = running + program.to(gl.int64) * (WARP_GROUPS * REST)
-    ring = gl.allocate_shared_memory(DTYPE, [SLOTS * BOXES, BOX, 64], swizzled(DTYPE))
-    full, free = new_barriers(SLOTS, 1), new_barriers(SLOTS, WARP_GROUPS)
-    if WARP_GROUPS == 1:
-        gl.warp_specialize(
-            [
-                (_attend_all, (
-                    q, slots, slot, sinks, out, q_memory.index(0), kept, rest, ring, full, free,
-                    first, stop, position, before, end, scale,
-                    KV_HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, RAGGED, PDL,
-                )),
-                (_load_all, (
-                    keys, values, table, last_seen, final, before, end, ring, full, free,
-                    KV_HEADS, BLOCK_SIZE, TILE, BLOCK_DIM, SLOTS, PDL,
-                )),
-            ],
-            [1], [24],
-        )  # fmt: skip
-    else:
-        kept_2 = gl.allocate_shared_memory(gl.float32, KEPT_SHAPE, KEPT)
-        gl.warp_specialize(
-            [
-                (_attend_all, (
-                    q, slots, slot, sinks, out, q_memory.index(0), kept, rest, ring, full, free,
-                    first, min(first + ROWS, stop), position, before, end, scale,
-                    KV_HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, RAGGED, PDL,
-                )),
-                (_attend_all, (
-                    q, slots, slot, sinks, out, q_memory.index(1), kept_2, rest + REST,
-                    ring, full, free, first + ROWS, stop, position + ROWS, before, end, scale,
-                    KV_HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, RAGGED, PDL,
-                )),
-                (_load_all, (
-                    keys, values, table, last_seen, final, before, end, ring, full, free,
-                    KV_HEADS, BLOCK_SIZE, TILE, BLOCK_DIM, SLOTS, PDL,
-                )),
-            ],
-            [4, 1], [240, 24],
-        )  # fmt: skip

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import load_box, products, swizzled
+from sametoken.ops.model.attention.arithmetic import scaled
 from sametoken.ops.model.attention.hopper_sums import (
     LOWEST,
     QUERIES,
@@ -114,10 +115,17 @@ def _load_kv(
     memory, barrier, ring, slot, rows, TILE: gl.constexpr, BLOCK_DIM: gl.constexpr,
     BOX: gl.constexpr,
 ):  # fmt: skip
-    """Load one KV tile, in boxes of BOX positions x 64 elements of one block."""
+    """Load one KV tile, in boxes of BOX positions x 64 elements of one block.
+
+    Float8 lands in the upper half of its slot.
+    """
     BOXES: gl.constexpr = TILE // BOX
     PARTS: gl.constexpr = BLOCK_DIM // 64
     mbarrier.expect(barrier, TILE * BLOCK_DIM * (memory.dtype.primitive_bitwidth // 8))
+    if memory.dtype != ring.dtype:
+        NARROW: gl.constexpr = swizzled(memory.dtype, 2, 64)
+        ring = ring._reinterpret(memory.dtype, [2 * ring.shape[0], BOX, 64], NARROW)
+        slot = 2 * slot + 1
     for box in gl.static_range(BOXES):
         for part in gl.static_range(PARTS):
             place = slot * (BOXES * PARTS) + part * BOXES + box
@@ -242,10 +250,10 @@ def store_part(
 
 @gluon.jit
 def _store_outputs(
-    out, slots, slot, sinks, acc, top, total, query, first, num_rows, head, scale,
+    out, slots, slot, sinks, v_scales, acc, top, total, query, first, num_rows, head, scale,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """Join sinks, if there are any, and store a query tile's outputs.
+    """Join sinks, and multiply with the values' scale, if there are any; store a tile's outputs.
 
     Dead rows are 0, so a MoE layer routes them all alike.
     """
@@ -253,6 +261,7 @@ def _store_outputs(
         own = gl.load(sinks + head * GROUP + query % GROUP)
         acc, total = with_sinks(acc, top, total, own, scale)
     acc = acc / gl.where(total == 0.0, 1.0, total)[:, None]
+    acc = scaled(acc, v_scales, head)
     present = query // GROUP < num_rows
     if RAGGED:
         live = gl.load(slots + first + query // GROUP, mask=present, other=0) == slot
@@ -266,15 +275,15 @@ def _store_outputs(
 
 @gluon.jit
 def store_rows(
-    out, slots, slot, sinks, acc, top, total, first, num_rows, head, scale, HEADS: gl.constexpr,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, RAGGED: gl.constexpr,
+    out, slots, slot, sinks, v_scales, acc, top, total, first, num_rows, head, scale,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Store the outputs of what ``attend`` returns."""
     BY_QUERY: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     query = gl.arange(0, acc.shape[0], layout=BY_QUERY)
     top, total = gl.convert_layout(top, BY_QUERY), gl.convert_layout(total, BY_QUERY)
     _store_outputs(
-        out, slots, slot, sinks, acc, top, total, query, first, num_rows, head, scale,
+        out, slots, slot, sinks, v_scales, acc, top, total, query, first, num_rows, head, scale,
         HEADS, GROUP, HEAD_DIM, RAGGED,
     )  # fmt: skip
 
@@ -393,8 +402,8 @@ def attend(
 
 @gluon.jit
 def join_parts(
-    out, slots, slot, sinks, sums, stats, first, num_rows, first_split, end_split, part, most, head,
-    scale, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    out, slots, slot, sinks, v_scales, sums, stats, first, num_rows, first_split, end_split, part,
+    most, head, scale, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_DIM: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Join the stored results of a query tile's splits in order, and store its outputs.
@@ -431,6 +440,6 @@ def join_parts(
                 top, total, old, new = joined(top, total, tops[ahead], totals[ahead], scale)
                 acc = gl.fma(acc, old[:, None] + gl.zeros_like(acc), parts[ahead] * new[:, None])
         _store_outputs(
-            out, slots, slot, sinks, acc, top, total, query, first, num_rows, head, scale,
+            out, slots, slot, sinks, v_scales, acc, top, total, query, first, num_rows, head, scale,
             HEADS, GROUP, HEAD_DIM, RAGGED,
         )  # fmt: skip

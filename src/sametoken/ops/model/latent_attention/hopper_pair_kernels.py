@@ -16,7 +16,8 @@ from triton.language.extra import cuda
 
 from sametoken.ops.hopper_layouts import new_barriers, swizzled
 from sametoken.ops.model.attention.arithmetic import scaled
-from sametoken.ops.model.attention.hopper_kernels import jit_over_runs, own_tile
+from sametoken.ops.model.attention.hopper_kernels import jit_over_runs
+from sametoken.ops.model.attention.hopper_rows_kernels import own_tile
 from sametoken.ops.model.attention.hopper_sums import LOWEST, joined
 from sametoken.ops.model.attention.schedule import begin_of, split_of
 from sametoken.ops.model.latent_attention.hopper_float8 import widen_all, widen_by_splits

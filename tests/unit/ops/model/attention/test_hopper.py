@@ -164,20 +164,24 @@ def test_kept_rows_wait_for_memory_that_the_kernels_before_them_write(config, mo
 
 
 def test_it_serves_hopper_alone(monkeypatch):
-    asked = (torch.bfloat16, 64, torch.device("cpu"))
+    half, whole, float8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+    asked = (half, half, 64, torch.device("cpu"))
     assert not hopper.serves(QWEN3, *asked)
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     assert hopper.serves(QWEN3, *asked)
-    assert not hopper.serves(QWEN3, torch.float32, *asked[1:])
-    assert not hopper.serves(QWEN3, torch.float8_e4m3fn, *asked[1:])
+    assert hopper.serves(QWEN3, half, float8, *asked[2:])
+    for dtype, stored in ((whole, whole), (whole, float8), (half, torch.float16)):
+        assert not hopper.serves(QWEN3, dtype, stored, *asked[2:])
+    assert hopper.serves(AttentionShape(4, 4, 24), *asked)
+    assert not hopper.serves(AttentionShape(4, 4, 24), half, float8, *asked[2:])
     assert not hopper.serves(AttentionShape(65, 1, 128), *asked)
     assert not hopper.serves(AttentionShape(4, 4, 20), *asked)
     assert not hopper.serves(AttentionShape(32, 4, 512), *asked)
-    assert not hopper.serves(QWEN3, torch.bfloat16, 24, torch.device("cpu"))
+    assert not hopper.serves(QWEN3, half, half, 24, torch.device("cpu"))
 
 
 def test_what_computes_attention_has_a_name(monkeypatch):
-    asked = (QWEN3, torch.bfloat16, 64)
+    asked = (QWEN3, torch.bfloat16, torch.bfloat16, 64)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert attention_kernels("native", *asked, cpu) == "native"
     for hopper_gpu, name in ((True, "gluon"), (False, "triton")):

@@ -14,6 +14,7 @@ from helpers.gluon_shared import Descriptor
 from helpers.rows import runs_of
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RowRuns
 from sametoken.ops.model.attention import hopper, reference
+from sametoken.ops.model.attention.kv import FLOAT8, KVScales
 
 #: Of three slots; the last of the table has no request.
 LENGTHS = [4700, 1300, 40]
@@ -151,3 +152,35 @@ def test_blocks_behind_a_query_tile_are_not_read(monkeypatch):
         for end in ends:
             scene.run([(1, end - 1), (1, end)], RowRuns.even(1, 2), config)
         assert {*read} == own
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "block_size", "window"),
+    [
+        ((4, 2), 64, 16, None),
+        ((8, 1), 128, 64, None),
+        ((2, 1), 256, 128, None),
+        ((6, 2), 96, 32, 300),
+    ],
+)
+@pytest.mark.parametrize("has_scales", [False, True])
+def test_float8_has_the_bits_of_its_numbers_in_16_bits(
+    heads, head_dim, block_size, window, has_scales
+):
+    """Scales are powers of two."""
+    shape = AttentionShape(*heads, head_dim, sliding_window=window)
+    scene = Scene.of(shape, block_size)
+    stored = [one.to(FLOAT8) for one in (scene.kv.keys, scene.kv.values)]
+    factors = 2.0 ** torch.arange(-1, 2 * heads[1] - 1).view(2, heads[1])
+    scales = KVScales(*factors) if has_scales else None
+    narrow = replace(scene, kv=LayerKV(*stored, scales))
+    by_head = factors.view(2, heads[1], 1, 1) if has_scales else torch.ones(2)
+    read = [one.float() * own for one, own in zip(stored, by_head, strict=True)]
+    wide = replace(scene, kv=LayerKV(*(one.bfloat16() for one in read)))
+    end = 1100
+    where = [(0, at) for at in range(end - 9, end)] + [DEAD, (1, 1299), (1, 1023), DEAD]
+    where += [(2, at) for at in range(3)]
+    runs = runs_of([10, 1, 2, 0, 3])
+    for seed, config in enumerate(forms(shape, (1, 3))):
+        expected = wide.run(where, runs, config, None, seed)
+        assert torch.equal(narrow.run(where, runs, config, None, seed), expected)

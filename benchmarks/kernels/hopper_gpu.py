@@ -1,10 +1,11 @@
 """Time attention on Hopper by launch form, beside the Triton form, and compare bits.
 
     python benchmarks/kernels/hopper_gpu.py [--heads 64|128|256] [--window POSITIONS] [--sinks]
-        [--sustained]
+        [--float8] [--sustained]
 
 Times are of one layer, inside a CUDA graph over several layers' KV, so KV comes from memory.
-Beside them: the time to read KV once at 4.2 TB/s, and that of the products at 650 TFLOP/s. ``!``
+With ``--float8`` KV is e4m3. Beside them: the time to read KV once at 4.2 TB/s, and that of the
+products at 650 TFLOP/s. ``!``
 marks bits that differ from those of the first form. With ``--sustained`` each form runs for a
 second, and watts stand beside its time.
 """
@@ -81,15 +82,19 @@ def cases() -> list[Case]:
 class Scene:
     """A case's rows over several layers of shuffled blocks."""
 
-    def __init__(self, shape: AttentionShape, case: Case) -> None:
+    def __init__(self, shape: AttentionShape, case: Case, dtype: torch.dtype) -> None:
         ends = list(zip(case.lengths, case.widths, strict=True))
         window = shape.sliding_window or max(case.lengths)
-        self.kv_bytes = sum(min(n, window + w) for n, w in ends) * shape.kv_size * 4
+        self.kv_bytes = (
+            sum(min(n, window + w) for n, w in ends) * shape.kv_size * 2 * dtype.itemsize
+        )
         counts = [-(-length // BLOCK_SIZE) for length in case.lengths]
         layer = (2, sum(counts), shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
-        own_bytes = sum(case.lengths) * shape.kv_size * 4
+        own_bytes = sum(case.lengths) * shape.kv_size * 2 * dtype.itemsize
         num_layers = min(MAX_LAYERS, max(2, -(-ROTATED_BYTES // own_bytes)))
-        memory = torch.empty((num_layers, *layer), dtype=torch.bfloat16, device="cuda").normal_()
+        memory = torch.empty((num_layers, *layer), dtype=dtype, device="cuda")
+        for part in memory:
+            part.copy_(torch.randn(layer, device="cuda"))
         self.layers = [LayerKV(part[0], part[1]) for part in memory]
         # Behind a slot's last block are those of requests that had the slot before.
         table = torch.randint(sum(counts), (len(counts), max(counts) + 1), device="cuda")
@@ -126,11 +131,12 @@ def time_case(
     case: Case,
     arrived: torch.Tensor,
     sinks: torch.Tensor | None,
+    dtype: torch.dtype,
     *,
     is_sustained: bool,
 ) -> None:
     """One line: every form's time."""
-    scene, expected, times = Scene(shape, case), None, []
+    scene, expected, times = Scene(shape, case, dtype), None, []
     for name, config in forms_of(shape, case).items():
 
         def attend(kv: LayerKV, config: hopper.HopperConfig | None = config) -> torch.Tensor:
@@ -161,6 +167,7 @@ def main() -> None:
     parser.add_argument("--heads", choices=SHAPES, default="128")
     parser.add_argument("--window", type=int, metavar="POSITIONS")
     parser.add_argument("--sinks", action="store_true")
+    parser.add_argument("--float8", action="store_true")
     parser.add_argument("--sustained", action="store_true")
     arguments = parser.parse_args()
     shape = replace(SHAPES[arguments.heads], sliding_window=arguments.window)
@@ -168,8 +175,9 @@ def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__)
     arrived = hopper.counters(torch.device("cuda"))
     torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cuda")
+    dtype = torch.float8_e4m3fn if arguments.float8 else torch.bfloat16
     for case in cases():
-        time_case(shape, case, arrived, sinks, is_sustained=arguments.sustained)
+        time_case(shape, case, arrived, sinks, dtype, is_sustained=arguments.sustained)
     assert not arrived.any()
 
 

@@ -5,9 +5,8 @@
 
 Times are of one layer, inside a CUDA graph over several layers' KV, so KV comes from memory.
 With ``--float8`` KV is e4m3. Beside them: the time to read KV once at 4.2 TB/s, and that of the
-products at 650 TFLOP/s. ``!``
-marks bits that differ from those of the first form. With ``--sustained`` each form runs for a
-second, and watts stand beside its time.
+products at 650 TFLOP/s. ``!`` marks bits that differ from those of the first form. With
+``--sustained`` each form runs for a second, and watts stand beside its time.
 """
 
 from __future__ import annotations

@@ -44,8 +44,9 @@ COLUMNS = (8, 16)
 
 #: Query tiles x KV heads up to which a program has a multiprocessor of its own, and its splits are
 #: done sooner. Of more, two share one: while the one begins or ends a query tile, the other loads.
-#: The second of tiles of columns.
+#: The second of tiles of columns. Warps that widen float8 lack registers where two share one.
 FEW_PROGRAMS, FEW_COLUMN_PROGRAMS = 128, 32
+FEW_WIDENED_COLUMNS = 2048
 
 #: Positions of a window up to which a program of 64 queries is done first, of few rows or many.
 SHORT_WINDOW = 256
@@ -173,11 +174,17 @@ def columns_of(num_queries: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def choose(
-    num_runs: int, width: int, num_rows: int, shape: AttentionShape, max_seq_len: int
+    num_runs: int,
+    width: int,
+    num_rows: int,
+    shape: AttentionShape,
+    max_seq_len: int,
+    *,
+    widens: bool = False,
 ) -> HopperConfig:
     """The configuration of a launch of ``num_runs`` runs of at most ``width`` rows.
 
-    ``num_rows`` limits the rows of all runs together.
+    ``num_rows`` limits the rows of all runs together. ``widens``: KV is in float8.
     """
     table = table_for(shape)
     if shape.sliding_window is not None and shape.sliding_window <= SHORT_WINDOW:
@@ -194,9 +201,10 @@ def choose(
     if width * group <= QUERIES // 2 or programs < BUSY_PROGRAMS:
         columns = columns_of(width * group)
         if columns:
-            config = table.columns if programs > FEW_COLUMN_PROGRAMS else table.few_columns
+            few = FEW_WIDENED_COLUMNS if widens else FEW_COLUMN_PROGRAMS
+            config = table.columns if programs > few else table.few_columns
             return replace(config, columns=columns)
-        return table.splits if programs > FEW_PROGRAMS else table.few
+        return table.few if widens or programs <= FEW_PROGRAMS else table.splits
     if width <= rows or programs < BUSY_PROGRAMS * table.wide.warp_groups:
         return table.narrow
     return many
@@ -264,8 +272,11 @@ def attention(
     assert kv.values.is_contiguous()
     out = q.new_empty(len(q), shape.q_size)
     max_seq_len = rows.block_table.shape[1] * kv.keys.shape[2]
+    widens = kv.keys.dtype == FLOAT8
     for group in rows.runs.groups if len(q) else ():
-        chosen = config or choose(group.num_runs, group.max_rows, len(q), shape, max_seq_len)
+        chosen = config or choose(
+            group.num_runs, group.max_rows, len(q), shape, max_seq_len, widens=widens
+        )
         _launch(q, shape, rows, kv, sinks, out, arrived, group, chosen)
     return out
 

@@ -136,6 +136,19 @@ def test_sixteen_queries_of_a_run_or_fewer_are_columns(heads, num_runs, width, c
     assert hopper.choose(num_runs, width, num_runs * width, shape, 4096) == config
 
 
+@pytest.mark.parametrize(
+    ("num_runs", "width", "chosen", "columns"),
+    [
+        (5, 1, "few_columns", 8), (256, 1, "few_columns", 8), (257, 1, "columns", 8),
+        (64, 4, "few_columns", 16), (256, 5, "few", 0), (1, 2048, "wide", 0),
+    ],
+)  # fmt: skip
+def test_programs_that_widen_float8_share_multiprocessors_later(num_runs, width, chosen, columns):
+    config = replace(getattr(hopper.table_for(QWEN3), chosen), columns=columns)
+    rows = num_runs * width
+    assert hopper.choose(num_runs, width, rows, QWEN3, 4096, widens=True) == config
+
+
 def test_results_of_splits_stay_within_their_memory():
     assert hopper.choose(256, 5, 1280, QWEN3, 4096) == hopper.table_for(QWEN3).splits
     assert hopper.choose(256, 5, 1280, QWEN3, 1 << 20) == hopper.table_for(QWEN3).wide

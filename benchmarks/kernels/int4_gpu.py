@@ -35,7 +35,13 @@ from sametoken.ops.model.gemm.int4_triton import (
     product,
 )
 from sametoken.ops.model.gemm.selfcheck import ProvenTable
-from sametoken.ops.model.gemm.tuning import CANONICAL, GemmShape, StreamedConfig
+from sametoken.ops.model.gemm.triton import Scaling, tiled_product
+from sametoken.ops.model.gemm.tuning import (
+    CANONICAL,
+    GemmShape,
+    StreamedConfig,
+    scaled_config,
+)
 from sametoken.ops.triton import device_table
 
 SHAPES = [
@@ -91,6 +97,9 @@ def panels_of(shape: GemmShape, form: str) -> Int4Panels:
     bits = torch.randint(-(2**31), 2**31, (n, 16 * blocks), device="cuda").int()
     scales = torch.rand(128 // width * blocks, n, device="cuda").bfloat16().float() / 128
     factors = None
+    if form == "mxfp4":
+        bytes_of = torch.randint(0x70, 0x80, (blocks, n, 4), device="cuda").to(torch.uint8)
+        scales = bytes_of.view(torch.uint32).squeeze(-1)
     if form == "nvfp4":
         scales = torch.randint(0x2020_2020, 0x4040_4040, (2 * blocks, n), device="cuda").int()
         factors = torch.rand(n, device="cuda")
@@ -141,20 +150,24 @@ def measure(shape: GemmShape, rows: int, form: str, table: ProvenTable) -> None:
     gated = epilogue == "silu_mul"
     fp8 = microseconds(lambda one: one.gated_matmul(x) if gated else one.matmul(x), float8)
     del many, float8
-    expected = gemm.product(CANONICAL, x, plain, epilogue)
+    scaling = None if panels.factors is None else Scaling(panels.factors, None, x.dtype)
+    expected = tiled_product(CANONICAL, x, plain, epilogue, None, scaling)
     weights = [copy_of(panels) for _ in range(copies(panels.nbytes))]
     if isinstance(config, StreamedConfig):
         # That kernel would not wait for the matrix.
         config = table.table.in_order(shape, rows)
 
     def by_expansion(one: Int4Panels) -> torch.Tensor:
-        return gemm.product(config, x, one.expanded(x.dtype), epilogue)
+        if scaling is None:
+            return gemm.product(config, x, one.expanded(x.dtype), epilogue)
+        tiles = scaled_config(shape, rows, x.dtype.itemsize, hopper=True)
+        return tiled_product(tiles, x, one.expanded(x.dtype), epilogue, None, scaling)
 
     times = [(microseconds(by_expansion, weights), "x" + "*" * (rows > FEW_ROWS))]
     if not torch.equal(by_expansion(panels), expected):
         times[0] = (times[0][0], times[0][1] + "!")
     alone = microseconds(lambda one: one.expanded(x.dtype), weights)
-    if rows <= int4_hopper.FEW_ROWS and int4_hopper.serves(panels):
+    if rows <= int4_hopper.FEW_ROWS and int4_hopper.serves(panels, x.dtype):
         wrong = not torch.equal(int4_hopper.product(x, panels, epilogue), expected)
         us = microseconds(lambda one: int4_hopper.product(x, one, epilogue), weights)
         times.append((us, f"turns*{'!' if wrong else ''}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product as cartesian
 
 import pytest
@@ -31,6 +32,7 @@ from sametoken.ops.model.gemm.int4_triton import (
     product,
 )
 from sametoken.ops.model.gemm.product import product as product_of_matrix
+from sametoken.ops.model.gemm.triton import Scaling, tiled_product
 from sametoken.ops.model.gemm.tuning import CANONICAL, GemmShape, streamed_config
 from sametoken.ops.model.moe import SeparateExperts
 from sametoken.ops.model.moe_gate_triton import moe_gate
@@ -141,9 +143,13 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 def test_four_bit_elements_are_rounded_once(width, scales, codes):
     """What the reference takes products of, whose elements are exact in fp32 before."""
     matrix = four_bits(1000, 2880 if width < 128 else 2944, width, scales, codes=codes)
+    plain, ids = replace(matrix, factor=None), torch.tensor([7, 999, 0], device=CUDA)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        found = Int4DeviceWeight.of(matrix, dtype=dtype).panels.expanded(dtype)
-        assert torch.equal(found, elements(matrix, dtype)), dtype
+        weight = Int4DeviceWeight.of(matrix, dtype=dtype)
+        assert torch.equal(weight.rows(ids), elements(matrix, dtype)[ids]), dtype
+        found = weight.panels.expanded(dtype)
+        unit = 2**8 if matrix.factor is not None else 1
+        assert torch.equal(found * unit, elements(plain, dtype)), dtype
 
 
 INT4_CONFIGS = [
@@ -184,12 +190,20 @@ def test_four_bit_products_have_the_bits_of_the_product_of_the_elements(
         (70, 128, 128, "symmetric", torch.float16),
         (24576, 512, 32, "zeros", torch.bfloat16),
         (24576, 640, 32, "zeros", torch.bfloat16),
+        (6144, 4096, 32, "powers", torch.bfloat16),
+        (1000, 992, 32, "powers", torch.bfloat16),
+        (6144, 4096, 16, "e4m3", torch.bfloat16),
+        (24576, 1152, 16, "e4m3", torch.bfloat16),
+        (1000, 720, 16, "e4m3", torch.bfloat16),
     ],
 )
 def test_elements_in_pairs_have_the_same_products(features, depth, width, codes, dtype):
     """Chunks of 256 features: whole ones, a half at the end, as many as warp groups, fewer."""
-    weight = Int4DeviceWeight.of(four_bits(features, depth, width, dtype, codes=codes), dtype=dtype)
-    assert weight.panels.paired is dtype
+    scales = {"powers": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn}.get(codes, dtype)
+    codes = codes if scales is dtype else "e2m1"
+    matrix = four_bits(features, depth, width, scales, codes=codes)
+    weight = Int4DeviceWeight.of(matrix, dtype=dtype)
+    assert weight.panels.made_by(dtype) is not None
     require_bits_of_the_elements(weight, dtype, configs=INT4_CONFIGS[:1])
 
 
@@ -215,20 +229,38 @@ def require_bits_of_the_elements(
 ) -> None:
     features, depth = weight.out_features, weight.in_features
     x, plain = normal(300, depth, dtype=dtype), weight.panels.expanded(dtype)
-    bias = normal(features, seed=5, dtype=dtype)
+    bias, factors = normal(features, seed=5, dtype=dtype), weight.panels.factors
+    scaling = None if factors is None else Scaling(factors, None, dtype)
     for epilogue in ("logits", "silu_mul", "bias", "none"):
         own = bias if epilogue == "bias" else None
-        expected = product_of_matrix(CANONICAL, x, plain, epilogue, own)
+        expected = tiled_product(CANONICAL, x, plain, epilogue, own, scaling)
         assert expected.isfinite().all()
         for rows in ROWS:
             part = x[:rows].clone()
             assert torch.equal(product(part, weight.panels, epilogue, own), expected[:rows]), rows
-            if int4_hopper.serves(weight.panels) and dtype == weight.panels.paired:
+            if int4_hopper.serves(weight.panels, dtype):
                 found = int4_hopper.product(part, weight.panels, epilogue, own)
                 assert torch.equal(found, expected[:rows]), rows
         for config in configs:
             found = product(x[:70], weight.panels, epilogue, own, config)
             assert torch.equal(found, expected[:70]), (epilogue, config)
+
+
+@pytest.mark.parametrize(("features", "depth"), [(6144, 2048), (1536, 2864), (24576, 1152)])
+def test_factors_of_sums_keep_the_row_law(features, depth):
+    """Of rows that every kernel serves, the expanded matrix's tiles of rows among them."""
+    weight = Int4DeviceWeight.of(four_bits(features, depth, 16, torch.float8_e4m3fn, codes="e2m1"))
+    x, bias = normal(2100, depth), normal(features, seed=5)
+    for product_of in (
+        weight.matmul,
+        weight.gated_matmul,
+        partial(weight.matmul, bias=bias),
+        partial(weight.matmul, out_dtype=torch.float32),
+    ):
+        whole = product_of(x)
+        assert whole.isfinite().all()
+        for rows in (1, 9, 60, 130, 384, 385, 500, 700, 1500):
+            assert torch.equal(product_of(x[:rows].clone()), whole[:rows]), rows
 
 
 #: Bits of a code, features of a group, dtype of scales, and whether there are minima.

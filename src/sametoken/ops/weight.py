@@ -99,8 +99,8 @@ class Int4Matrix:
     """A checkpoint's [N, K] matrix in 4 bits, by groups of ``width`` features.
 
     An element is ``(value - zero) * scale``, with the zero and scale of its row and group; without
-    zeros, values are codes of e2m1, and an element is ``number * scale`` (MXFP4), or
-    ``number * (scale * factor)`` (NVFP4).
+    zeros, values are codes of e2m1, and an element is ``number * scale`` (MXFP4, and NVFP4, whose
+    rows have factors beside).
 
     Attributes:
         values: [N, K / 2] uint8, contiguous. Byte i of a group has the group's feature i in its
@@ -109,8 +109,8 @@ class Int4Matrix:
         zero: [N, K / width] uint8, contiguous; None: values are codes of e2m1.
         order: [K] int64, the activations' feature that each column is multiplied with; None: its
             own.
-        factor: [N] fp32, of the scales of each row, which then are positive numbers of e4m3; None:
-            1.
+        factor: [N] fp32, of the sums of each row, whose scales then are positive numbers of e4m3,
+            so that elements are exact in 16 bits; None: 1.
     """
 
     values: Tensor

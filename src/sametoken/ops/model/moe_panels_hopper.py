@@ -7,8 +7,6 @@ bits.
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
@@ -23,9 +21,6 @@ from sametoken.ops.model.moe_panels_hopper_kernels import BLOCK, BOX, ROWS, WORD
 from sametoken.ops.model.moe_rows_triton import RowGroups, RowTiles
 from sametoken.ops.model.moe_stack import ExpertStack
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
-
-#: How elements are made, as ``int4_elements_hopper.elements`` names it.
-Form = Literal["codes", "powers", "e4m3"]
 
 #: Rows of an expert, in the mean, above which they are faster than Triton's.
 _FEW_ROWS = 48
@@ -68,8 +63,8 @@ def outputs(
         and groups.mean_rows > _FEW_ROWS
         and gate_up.out_features == 2 * down.in_features
         and is_hopper(x.device)
-        and _form_of(gate_up, x.dtype) is not None
-        and _form_of(down, x.dtype) is not None
+        and _serves(gate_up, x.dtype)
+        and _serves(down, x.dtype)
     ):
         return None
     tiles = RowTiles.of(groups, ROWS.value)
@@ -81,19 +76,9 @@ def outputs(
     return out
 
 
-def _form_of(panels: Int4Panels, dtype: torch.dtype) -> Form | None:
-    """How elements are made for rows of this dtype; None: not by these kernels.
-
-    TMA reads rows of multiples of 16 bytes.
-    """
-    if panels.tops is not None or panels.in_features % 8:
-        return None
-    if panels.paired == dtype and panels.width >= 32:
-        return "codes"
-    if panels.e2m1_kind == 2 and dtype == torch.bfloat16:
-        return "powers"
-    is_nvfp4 = panels.e2m1 and panels.width == 16 and panels.factors is not None
-    return "e4m3" if is_nvfp4 and dtype == torch.bfloat16 else None
+def _serves(panels: Int4Panels, dtype: torch.dtype) -> bool:
+    """Whether these kernels read them; TMA needs rows of multiples of 16 bytes."""
+    return panels.made_by(dtype) is not None and panels.in_features % 8 == 0
 
 
 def _by_expert(x: Tensor, order: Tensor, top_k: int) -> Tensor:
@@ -138,7 +123,7 @@ def product(
     """
     assert x.is_contiguous()
     assert out.is_contiguous()
-    scales, form = panels.kernel_scales, _form_of(panels, x.dtype)
+    scales, form = panels.kernel_scales, panels.made_by(x.dtype)
     assert form is not None
     panels_kernel[(MULTIPROCESSORS,)](
         boxes(x, ROWS.value),

@@ -24,10 +24,10 @@ from sametoken.ops.hopper_layouts import load_box, new_barriers, products, swizz
 from sametoken.ops.model.activation_triton import activated
 from sametoken.ops.model.gemm.int4_elements_hopper import (
     elements,
+    halves_of,
+    lines_of,
     loaded,
     rows_of_product,
-    scales_of_e4m3,
-    scales_of_powers,
 )
 
 #: Rows of a tile, elements of a block of the sum and words of those, features of a product, and
@@ -93,17 +93,12 @@ def _load(
 
 
 @gluon.jit
-def _scales_at(given, tile, sizes, PRODUCT: gl.constexpr, FORM: gl.constexpr, GATED: gl.constexpr):
-    """Of each row of a product where its first scale lies, and its factor."""
-    _, _, factors, _, _ = given
+def _scales_at(tile, sizes, PRODUCT: gl.constexpr, GATED: gl.constexpr):
+    """Where the first scale of each row of a product lies."""
     _, out_features, groups, stride = sizes
     _, _, feature, expert = tile
     first = feature + PRODUCT * (FEATURES // 2 if GATED else FEATURES)
-    row = rows_of_product(first, out_features, GATED, PLACES)
-    factor = 1.0
-    if FORM == "e4m3":
-        factor = gl.load(factors + expert * stride + row)
-    return expert * groups * stride + row, factor
+    return expert * groups * stride + rows_of_product(first, out_features, GATED, PLACES)
 
 
 @gluon.jit
@@ -122,26 +117,21 @@ def _load_scales(given, at, stride, LINES: gl.constexpr):
 
 @gluon.jit
 def _made(
-    words, scales, factor, HAS_OFFSETS: gl.constexpr, IN_BLOCK: gl.constexpr, FORM: gl.constexpr,
+    words, scales, HAS_OFFSETS: gl.constexpr, IN_BLOCK: gl.constexpr, FORM: gl.constexpr,
     dtype: gl.constexpr,
 ):  # fmt: skip
     """Elements [64, 128] of words in shared memory."""
     in_order = words.load(loaded(1)).reshape([2, 4, 8, WORDS]).permute((1, 0, 2, 3))
     in_order = in_order.reshape([FEATURES, WORDS])
-    groups = scales
-    if FORM == "powers":
-        groups = scales_of_powers(scales[0][0])
-    if FORM == "e4m3":
-        groups = scales_of_e4m3(scales[0][0], scales[1][0], factor)
-    return elements(in_order, groups, 0, HAS_OFFSETS, FORM, IN_BLOCK, ROWS, dtype)
+    return elements(in_order, scales, 0, HAS_OFFSETS, FORM, IN_BLOCK, ROWS, dtype)
 
 
 @gluon.jit
-def _halves(sums, biases, first, expert, sizes, GATED: gl.constexpr):
+def _halves(sums, factors, biases, first, expert, sizes, GATED: gl.constexpr):
     """Sums of gates and of ups, or of features 32 apart, [32, ROWS] each, and their biases."""
     _, out_features, _, stride = sizes
-    parts = sums.reshape([4, 2, 8, ROWS]).permute((0, 2, 3, 1)).reshape([FEATURES // 2, ROWS, 2])
-    low, high = gl.split(parts)
+    own = None if factors is None else factors + expert * stride
+    low, high = halves_of(sums, own, first, out_features, GATED)
     if biases is not None:
         places = gl.arange(0, FEATURES // 2, layout=gl.SliceLayout(1, low.type.layout))
         feature, apart = first + places, out_features if GATED else FEATURES // 2
@@ -173,14 +163,14 @@ def _finish(
     ALPHA: gl.constexpr, LIMIT: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """Add biases, activate and store the sums of both products of a warp group."""
-    _, _, _, biases, out = given
+    _, _, factors, biases, out = given
     _, out_features, _, _ = sizes
     _, _, feature, expert = tile
     dtype: gl.constexpr = out.dtype.element_ty
     WIDTH: gl.constexpr = FEATURES // 2 if GATED else FEATURES
     own = feature + GROUP * (2 * WIDTH)
-    gate, up = _halves(first, biases, own, expert, sizes, GATED)
-    other_gate, other_up = _halves(second, biases, own + WIDTH, expert, sizes, GATED)
+    gate, up = _halves(first, factors, biases, own, expert, sizes, GATED)
+    other_gate, other_up = _halves(second, factors, biases, own + WIDTH, expert, sizes, GATED)
     if GATED:
         low = activated(gate, up, dtype, ACTIVATION, ALPHA, LIMIT)
         high = activated(other_gate, other_up, dtype, ACTIVATION, ALPHA, LIMIT)
@@ -204,35 +194,32 @@ def _multiply(
     blocks, out_features, _, stride = sizes
     GATED: gl.constexpr = ACTIVATION != "none"
     OFFSETS: gl.constexpr = given[1] is not None
-    LINES: gl.constexpr = IN_BLOCK if FORM == "codes" else (1 if FORM == "powers" else 2)
+    LINES: gl.constexpr = lines_of(FORM, IN_BLOCK)
     FIRST: gl.constexpr = 2 * GROUP
     if PDL:
         cuda.gdc_wait()
     n = 0 * blocks
     num_tiles = _count_tiles(tiles, out_features, GATED)
     next_tile = _tile_at(gl.minimum(gl.program_id(0), num_tiles - 1), tiles, out_features, GATED)
-    next_at, next_factor = _scales_at(given, next_tile, sizes, FIRST, FORM, GATED)
-    next_other, next_others_factor = _scales_at(given, next_tile, sizes, FIRST + 1, FORM, GATED)
+    next_at = _scales_at(next_tile, sizes, FIRST, GATED)
+    next_other = _scales_at(next_tile, sizes, FIRST + 1, GATED)
     scales = _load_scales(given, next_at, stride, LINES)
     others = _load_scales(given, next_other, stride, LINES)
     for place in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         tile, at, other_at = next_tile, next_at, next_other
-        factor, others_factor = next_factor, next_others_factor
         following = gl.minimum(place + gl.num_programs(0), num_tiles - 1)
         next_tile = _tile_at(following, tiles, out_features, GATED)
-        next_at, next_factor = _scales_at(given, next_tile, sizes, FIRST, FORM, GATED)
-        next_other, next_others_factor = _scales_at(given, next_tile, sizes, FIRST + 1, FORM, GATED)
+        next_at = _scales_at(next_tile, sizes, FIRST, GATED)
+        next_other = _scales_at(next_tile, sizes, FIRST + 1, GATED)
         first = gl.zeros([FEATURES, ROWS], gl.float32, products(ROWS))
         second = first
         for block in range(blocks):
             slot = n % SLOTS
             mbarrier.wait(full.index(slot), (n // SLOTS) & 1)
             rows, half = x.index(slot).permute((1, 0)), 4 * slot + FIRST
-            made = _made(words.index(half), scales, factor, OFFSETS, IN_BLOCK, FORM, x.dtype)
+            made = _made(words.index(half), scales, OFFSETS, IN_BLOCK, FORM, x.dtype)
             first = warpgroup_mma(made, rows, first, is_async=True)
-            other = _made(
-                words.index(half + 1), others, others_factor, OFFSETS, IN_BLOCK, FORM, x.dtype
-            )
+            other = _made(words.index(half + 1), others, OFFSETS, IN_BLOCK, FORM, x.dtype)
             second = warpgroup_mma(other, rows, second, is_async=True)
             is_last = block + 1 == blocks
             ahead = (block + 1) * LINES * stride

@@ -12,7 +12,7 @@
 /* Codes: unsigned integers of 4 bits, e4m3 without NaN, or e2m1. */
 enum { INT4, FP8, E2M1 };
 /* Offsets are -zero * scale, with one zero, or a byte by group; FACTORS stand in their place: one
- * zero, and an fp32 number by column that its scales are multiplied by. */
+ * zero, and an fp32 number by column that its sums are multiplied by. */
 enum { ONE_ZERO, ZEROS, FACTORS };
 /* How activations are rounded to e4m3: POWERS are groups whose scales are powers of two. */
 enum { AS_IS, BY_ROW, BY_GROUP, FIXED, POWERS };
@@ -58,9 +58,7 @@ EXPORT int64_t quantized_bytes(const format *f, int64_t n) {
 
 /* Scales of LANES columns of a group of columns; `index` counts by group of features and column. */
 INLINE f32v group_scale(const format *f, const char *columns, int64_t index) {
-    f32v scale = scale_lanes(columns + index * scale_size(f), f->scales);
-    if (f->offsets != FACTORS) return scale;
-    return scale * load_some(columns + offsets_at(f), index % GROUP, LANES, 0);
+    return scale_lanes(columns + index * scale_size(f), f->scales);
 }
 
 INLINE f32v offset_lanes(const format *f, const char *offsets, int64_t index, f32v scale) {
@@ -263,6 +261,15 @@ INLINE int64_t sum_groups(const float *x, int64_t rows, const char *columns, int
     return two ? 2 : 1;
 }
 
+/* Sums [rows][GROUP] of a group of columns, times its factors, if it has any. */
+INLINE void apply_factors(const format *f, const char *columns, int64_t rows, float *sums) {
+    if (f->offsets != FACTORS) return;
+    for (int64_t i = 0; i < rows * GROUP; i += LANES) {
+        f32v factors = load_some(columns + offsets_at(f), i % GROUP, LANES, 0);
+        store_some(sums, i, LANES, 0, load_some(sums, i, LANES, 0) * factors);
+    }
+}
+
 /* One thread's groups of columns; 0 without memory for its rows. */
 static int64_t quantized_part(const void *x, const char *packed, const format *f,
                               const void *bias, void *out, int64_t t, int64_t n, int64_t bf16,
@@ -283,9 +290,12 @@ static int64_t quantized_part(const void *x, const char *packed, const format *f
             float sums[BLOCK_ROWS * GROUP] __attribute__((aligned(64)));
             const char *columns = packed + group * group_bytes(f);
             done = sum_groups(rows, count, columns, groups.last - group, f, sums);
-            for (int64_t i = 0; i < done; i++)
-                store_tile(sums + i * count * GROUP, count, first * n, n, (group + i) * GROUP, n,
-                           bias, out, bf16, out_bf16);
+            for (int64_t i = 0; i < done; i++) {
+                float *found = sums + i * count * GROUP;
+                apply_factors(f, columns + i * group_bytes(f), count, found);
+                store_tile(found, count, first * n, n, (group + i) * GROUP, n, bias, out, bf16,
+                           out_bf16);
+            }
         }
     }
     return 1;

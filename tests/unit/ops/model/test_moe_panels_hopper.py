@@ -55,7 +55,8 @@ def stack(form: str, features: int, depth: int, dtype=torch.bfloat16):
                 zero = torch.randint(17, groups, generator=generator, dtype=torch.uint8)
         matrix = Int4Matrix(packed_int4(codes, width), scale, zero, factor=factor)
         panels.append(Int4Panels.of(matrix, dtype))
-        matrices.append(elements(matrix, dtype))
+        meant = elements(replace(matrix, factor=None), dtype).double()
+        matrices.append(meant if factor is None else meant * factor[:, None].double())
     return Int4Panels.stacked(panels), torch.stack(matrices)
 
 
@@ -105,7 +106,7 @@ def test_products_are_rounded_once(form, dtype, tiles, on_hopper):
     by_pair = choices(150).flatten()
     for row, pair in enumerate(tiles.order.tolist()):
         expert = by_pair[pair]
-        given = x[row : row + 1].double(), matrices[expert].double(), biases[expert]
+        given = x[row : row + 1].double(), matrices[expert], biases[expert]
         assert_rounded(out[pair : pair + 1], *given)
     for seed in (1, 2):
         again = computed(x, panels, biases, 328, tiles, NOTHING, in_order=True, seed=seed)

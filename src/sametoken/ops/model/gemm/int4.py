@@ -118,11 +118,9 @@ def numbers(matrix: Int4Matrix) -> Tensor:
 
 
 def elements(matrix: Int4Matrix, dtype: torch.dtype) -> Tensor:
-    """The elements of a 4-bit matrix, each rounded once: [N, K]."""
-    scale = matrix.scale.float()
-    if matrix.factor is not None:
-        scale = scale * matrix.factor[:, None]
-    return (numbers(matrix).float() * scale.repeat_interleave(matrix.width, 1)).to(dtype)
+    """The elements of a 4-bit matrix, times its factors, each rounded once: [N, K]."""
+    found = numbers(matrix).float() * matrix.scale.float().repeat_interleave(matrix.width, 1)
+    return (found if matrix.factor is None else found * matrix.factor[:, None]).to(dtype)
 
 
 def expanded(matrix: IntegerMatrix) -> Tensor:
@@ -168,7 +166,9 @@ class Int4Weight:
     def matmul(
         self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        out = product_fp32(self.ordered(x), elements(self.matrix, x.dtype))
+        factor, plain = self.matrix.factor, replace(self.matrix, factor=None)
+        out = product_fp32(self.ordered(x), elements(plain, x.dtype))
+        out = out if factor is None else out * factor
         return (out if bias is None else out + bias).to(out_dtype or x.dtype)
 
     def gated_matmul(self, x: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def _pair_code(pair, dtype):
 
 
 @gluon.constexpr_function
-def _e2m1_code(pair, form):
+def _e2m1_code(pair):
     """PTX of a pair's elements in bf16: likewise of ``int4.e2m1_words``.
 
     Numbers are times 2^-126 at first, as the exponent's bias is 1, in bf16 127.
@@ -70,22 +70,11 @@ def _e2m1_code(pair, form):
         lop3.b32 pair, bits, 0x00400040, pair, 0xEA;
         shl.b32 bits, $1, 5;
         lop3.b32 pair, bits, 0x80008000, pair, 0xEA;"""
-    if form == "powers":
-        times = "fma.rn.bf16x2 $0, pair, $2, zeros;"
-    else:
-        times = """
-        mov.b32 bits, 0x7E807E80;
-        fma.rn.bf16x2 pair, pair, bits, zeros;
-        shl.b32 bits, pair, 16;
-        and.b32 pair, pair, 0xFFFF0000;
-        mul.rn.f32 bits, bits, $2;
-        mul.rn.f32 pair, pair, $2;
-        cvt.rn.bf16x2.f32 $0, pair, bits;"""
     return f"""{{
         .reg .b32 pair, bits, zeros;
         mov.b32 zeros, 0x80008000;
         {numbers}
-        {times}
+        fma.rn.bf16x2 $0, pair, $2, zeros;
     }}"""
 
 
@@ -96,7 +85,7 @@ def _pair(words, scale, offset, PAIR: gl.constexpr, FORM: gl.constexpr, dtype: g
     Each is rounded once.
     """
     if FORM != "codes":
-        NUMBERS: gl.constexpr = _e2m1_code(PAIR, FORM)
+        NUMBERS: gl.constexpr = _e2m1_code(PAIR)
         return gl.inline_asm_elementwise(
             NUMBERS, "=r,r,r", [words, scale], dtype=gl.uint32, is_pure=True, pack=1
         )
@@ -123,26 +112,38 @@ def _by_word(groups, begin: gl.constexpr, which: gl.constexpr, words, IN_BLOCK: 
     return gl.broadcast(gl.expand_dims(gl.expand_dims(values, 1), 3), words)[0]
 
 
+@gluon.constexpr_function
+def lines_of(form, in_block):
+    """Lines of ``Int4Panels.scales`` of a block with this many groups."""
+    return {"codes": in_block, "powers": 1, "e4m3": 2}[form]
+
+
 @gluon.jit
 def elements(
-    words, groups, begin: gl.constexpr, HAS_OFFSETS: gl.constexpr, FORM: gl.constexpr,
+    words, lines, begin: gl.constexpr, HAS_OFFSETS: gl.constexpr, FORM: gl.constexpr,
     IN_BLOCK: gl.constexpr, COLUMNS: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """A block's elements [64, 128] as the left operand of a product with this many columns.
 
     Args:
         words: [64, 16], in the order of the product's rows.
-        groups: (scale, offset) [64] int32 of each group as in ``Int4Panels``, from ``begin`` on;
-            of e2m1 what ``scales_of_powers`` or ``scales_of_e4m3`` gives.
+        lines: (scale, offset) [64] int32 of each line of ``Int4Panels.scales``, from ``begin`` on.
         HAS_OFFSETS: else half of all codes are negative.
-        FORM: "codes"; of e2m1 "powers" or "e4m3", by scales.
+        FORM: ``Int4Panels.made_by``.
         IN_BLOCK: groups of a block; of eight a word has two.
     """
+    if FORM == "powers":
+        groups = _scales_of_powers(lines[begin][0])
+    elif FORM == "e4m3":
+        groups = _scales_of_e4m3(lines[begin][0], lines[begin + 1][0])
+    else:
+        groups = lines
+    FIRST: gl.constexpr = begin if FORM == "codes" else 0
     BY_WORD: gl.constexpr = min(IN_BLOCK, 4)
     words = words.reshape([64, 4, BY_WORD, 4 // BY_WORD])
-    scale = _by_word(groups, begin, 0, words, BY_WORD)
+    scale = _by_word(groups, FIRST, 0, words, BY_WORD)
     if HAS_OFFSETS:
-        offset = _by_word(groups, begin, 1, words, BY_WORD)
+        offset = _by_word(groups, FIRST, 1, words, BY_WORD)
     elif FORM == "codes":
         HALF: gl.constexpr = (on_base(8, dtype) | 0x8000_8000) - (1 << 32)
         offset = gl.full_like(scale, HALF)
@@ -151,7 +152,7 @@ def elements(
     first = _pair(words, scale, offset, 0, FORM, dtype)
     second = _pair(words, scale, offset, 1, FORM, dtype)
     if IN_BLOCK == 8:
-        scale = _by_word(groups, begin + 4, 0, words, 4)
+        scale = _by_word(groups, FIRST + 4, 0, words, 4)
     third = _pair(words, scale, offset, 2, FORM, dtype)
     fourth = _pair(words, scale, offset, 3, FORM, dtype)
     pairs = gl.join(gl.join(first, second), gl.join(third, fourth))
@@ -163,8 +164,8 @@ def elements(
 
 
 @gluon.jit
-def scales_of_powers(packed):
-    """Scales of a block's four groups for ``elements``, of bytes of E8M0 up to 128."""
+def _scales_of_powers(packed):
+    """Scales of a block's four groups, of bytes of E8M0 up to 128."""
     found = ()
     for group in gl.static_range(4):
         # 2^126 times a scale, twice as bf16.
@@ -173,14 +174,47 @@ def scales_of_powers(packed):
     return found
 
 
+#: PTX of 2^118 times a number of e4m3, twice as bf16: its exponent's bias is 7, in bf16 127.
+_E4M3 = gl.constexpr("""{
+    .reg .b32 number, power, zeros;
+    mov.b32 zeros, 0x80008000;
+    mov.b32 power, 0x7B807B80;
+    fma.rn.bf16x2 number, $1, power, zeros;
+    mov.b32 power, 0x7A807A80;
+    fma.rn.bf16x2 $0, number, power, zeros;
+}""")
+
+
 @gluon.jit
-def scales_of_e4m3(even, odd, factor):
-    """Scales of a block's eight groups for ``elements``, even ones first, times rows' factors."""
+def _scales_of_e4m3(even, odd):
+    """Scales of a block's eight groups, even ones first."""
     found = ()
     for group in gl.static_range(8):
         packed = even if group < 4 else odd
-        # The exponent's bias is 7, here 127.
-        number = (((packed >> (8 * (group % 4))) & 255) << 20).to(gl.float32, bitcast=True)
-        scale = (number * 2.0**120 * factor).to(gl.int32, bitcast=True)
+        bits = ((packed >> (8 * (group % 4))) & 255) * 0x0010_0010
+        scale = gl.inline_asm_elementwise(
+            _E4M3, "=r,r", [bits], dtype=gl.uint32, is_pure=True, pack=1
+        )
         found += ((scale, scale),)
     return found
+
+
+@gluon.jit
+def halves_of(sums, factors, first, out_features, GATED: gl.constexpr):
+    """A product's sums [64, rows] as those of gates and of ups, or of features 32 apart.
+
+    Args:
+        sums: from feature ``first`` on.
+        factors: of the weight's rows, or None.
+        out_features: of gates, of which as many ups follow.
+    """
+    ROWS: gl.constexpr = sums.shape[1]
+    parts = sums.reshape([4, 2, 8, ROWS]).permute((0, 2, 3, 1)).reshape([32, ROWS, 2])
+    low, high = gl.split(parts)
+    if factors is not None:
+        feature = first + gl.arange(0, 32, layout=gl.SliceLayout(1, low.type.layout))
+        other = feature + (out_features if GATED else 32)
+        end = out_features * (2 if GATED else 1)
+        low *= gl.load(factors + feature, mask=feature < out_features, other=0.0)[:, None]
+        high *= gl.load(factors + other, mask=other < end, other=0.0)[:, None]
+    return low, high

@@ -46,7 +46,6 @@ def elements_of_block(
     words,
     tops,
     scales,
-    factor,  # of each row of the tile, or None
     offsets,
     block,
     w_row,
@@ -80,13 +79,12 @@ def elements_of_block(
     PAIRED: tl.constexpr = E2M1 == 0 and scales.dtype.element_ty == tl.int32
     # Half of all codes are negative.
     HALF: tl.constexpr = on_base(8, dtype) | 0x8000_8000 if PAIRED else 8 << TOP_BITS
+    E4M3: tl.constexpr = BYTES and GROUPS == 8
     # Both numbers of a pair become elements by one product.
-    TWOS: tl.constexpr = E2M1 == 2 and dtype == tl.bfloat16
-    if TWOS:
-        scale = _twos_of_bytes(scales + block.to(tl.int64) * num_rows, w_row, present)
-    elif BYTES:
-        line = block.to(tl.int64) * (GROUPS // 4)
-        scale = _of_bytes(scales + line * num_rows, factor, w_row, present, GROUPS == 8)
+    TWOS: tl.constexpr = (E4M3 or E2M1 == 2) and dtype == tl.bfloat16
+    line = block.to(tl.int64) * (GROUPS // 4)
+    if BYTES:
+        scale = _of_bytes(scales + line * num_rows, w_row, present, E4M3, TWOS)
     else:
         scale = _of_groups(scales, of_group, present)
     offset = _offsets_of(offsets, of_group, present, HALF)
@@ -94,7 +92,7 @@ def elements_of_block(
     second = _pair(low, top, scale, offset, one, 1, E2M1, FUSED, TOP_BITS, MINIMA, dtype)
     if GROUPS == 8:
         if BYTES:
-            scale = _of_bytes(scales + (line + 1) * num_rows, factor, w_row, present, True)
+            scale = _of_bytes(scales + (line + 1) * num_rows, w_row, present, True, TWOS)
         else:
             scale = _of_groups(scales, of_group + num_rows, present)
         offset = _offsets_of(offsets, of_group + num_rows, present, HALF)
@@ -104,28 +102,25 @@ def elements_of_block(
 
 
 @triton.jit
-def _of_bytes(scales, factor, w_row, present, E4M3: tl.constexpr):
-    """Scales of four groups from bytes of e4m3, else of E8M0, times any factor, for their words."""
+def _of_bytes(scales, w_row, present, E4M3: tl.constexpr, TWOS: tl.constexpr):
+    """Scales of four groups from bytes of E8M0, or 2^-8 of those of e4m3, for their words.
+
+    In fp32; with TWOS times 2^126, twice as bf16 in a word.
+    """
     packed = tl.load(scales + w_row, present, other=0)
     byte = (packed[:, None] >> (tl.arange(0, 4) * 8)[None, :]) & 255
-    if E4M3:
-        # The exponent's bias is 7, here 127.
-        scale = (byte << 20).to(tl.float32, bitcast=True) * 2.0**120
+    # The bias of e4m3's exponent is 7, here 127.
+    if E4M3 and TWOS:
+        scale = _times((byte * 0x0010_0010).to(tl.uint32, bitcast=True), 0x7B80_7B80, tl.bfloat16)
+        scale = _times(scale, 0x7A80_7A80, tl.bfloat16)
+    elif E4M3:
+        scale = (byte << 20).to(tl.float32, bitcast=True) * 2.0 ** (120 - 8)
+    elif TWOS:
+        scale = (byte * 0x0080_0080 + 0x3F00_3F00).to(tl.uint32, bitcast=True)
     else:
         # The smallest power, 2^-127, is subnormal.
         scale = tl.where(byte == 0, 1 << 22, byte << 23).to(tl.float32, bitcast=True)
-    if factor is not None:
-        scale *= factor[:, None]
     return scale.reshape(w_row.shape[0], 1, 4, 1)
-
-
-@triton.jit
-def _twos_of_bytes(scales, w_row, present):
-    """Scales of four groups from bytes of E8M0 up to 128, times 2^126, twice as bf16 in a word."""
-    packed = tl.load(scales + w_row, present, other=0)
-    byte = (packed[:, None] >> (tl.arange(0, 4) * 8)[None, :]) & 255
-    scale = byte * 0x0080_0080 + 0x3F00_3F00
-    return scale.to(tl.uint32, bitcast=True).reshape(w_row.shape[0], 1, 4, 1)
 
 
 @triton.jit

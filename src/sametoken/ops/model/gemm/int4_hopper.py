@@ -5,6 +5,7 @@ On other chips, and of other forms, ``int4_triton.product`` serves, with the sam
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sametoken.ops.hopper import MULTIPROCESSORS, SHARED_MEMORY, is_hopper
@@ -26,14 +27,13 @@ _ROWS = (8, 16, 32, 64)
 _OTHER_BYTES = 4096
 
 
-def serves(panels: Int4Panels) -> bool:
-    """Whether these kernels take products with the matrix; TMA needs rows of 16 bytes.
+def serves(panels: Int4Panels, dtype: torch.dtype) -> bool:
+    """Whether these kernels multiply rows of this dtype; TMA needs rows of 16 bytes.
 
     A warp group has a chunk of every tile, as it looks no further than the next one for scales.
     """
     return (
-        panels.paired is not None
-        and panels.width >= 32
+        panels.made_by(dtype) is not None
         and panels.in_features % 8 == 0
         and _chunks(panels) >= GROUPS.value
         and is_hopper(panels.words.device)
@@ -46,12 +46,13 @@ def product(
     """One product; ``epilogue`` and ``bias`` as in ``gemm.product``.
 
     Args:
-        x: [T, K], contiguous, in the dtype of ``panels.paired``.
+        x: [T, K], contiguous.
         panels: of [N, K], as ``serves`` says.
         epilogue, bias: see above.
     """
     assert x.is_contiguous()
-    assert x.dtype == panels.paired
+    form = panels.made_by(x.dtype)
+    assert form is not None
     assert _chunks(panels) >= GROUPS.value
     rows, in_features = x.shape
     assert in_features == panels.in_features
@@ -65,8 +66,9 @@ def product(
     turns_kernel[(min(num_tiles, MULTIPROCESSORS),)](
         boxes(x, tile),
         boxes(panels.words, 32),
-        panels.scales,
+        panels.kernel_scales,
         panels.offsets,
+        panels.factors,
         bias,
         out,
         rows,
@@ -76,6 +78,7 @@ def product(
         panels.words.shape[1] // 16,
         out_features,
         GATED=gated,
+        FORM=form,
         IN_BLOCK=128 // panels.width,
         ROWS=tile,
         SLOTS=_slots(tile),

@@ -27,7 +27,13 @@ from triton.language.extra import cuda
 from sametoken.ops.hopper_layouts import load_box, new_barriers, products, swizzled
 from sametoken.ops.model.activation_triton import activated
 from sametoken.ops.model.gemm.hopper_tiles import load_rows, store_features, with_bias
-from sametoken.ops.model.gemm.int4_elements_hopper import elements, loaded, rows_of_product
+from sametoken.ops.model.gemm.int4_elements_hopper import (
+    elements,
+    halves_of,
+    lines_of,
+    loaded,
+    rows_of_product,
+)
 from sametoken.ops.model.gemm.triton import first_row_of
 
 #: Warp groups that take turns.
@@ -58,11 +64,12 @@ def _rows_of_tile(tile, row_tiles, out_features, GATED: gl.constexpr, LAYOUT: gl
 
 
 @gluon.jit
-def _load_scales(scales, offsets, rows, block, blocks, num_rows, IN_BLOCK: gl.constexpr):
-    """Scales and offsets [64] of each group of two blocks; past the last, words are 0."""
+def _load_scales(given, rows, chunk, blocks, num_rows, LINES: gl.constexpr):
+    """Scales and offsets [64] of each line of a chunk; past the last block, words are 0."""
+    scales, offsets, _, _, _ = given
     found = ()
-    for group in gl.static_range(2 * IN_BLOCK):
-        at = min(block * IN_BLOCK + group, blocks * IN_BLOCK - 1) * num_rows + rows
+    for line in gl.static_range(2 * LINES):
+        at = min(2 * chunk * LINES + line, blocks * LINES - 1) * num_rows + rows
         scale = gl.load(scales + at)
         if offsets is None:
             found += ((scale, scale),)
@@ -108,39 +115,39 @@ def _store_half(out, bias, sums, first, row, rows, out_features):
 
 @gluon.jit
 def _store(
-    out, bias, sums, tile, row_tiles, rows, out_features, GATED: gl.constexpr, dtype: gl.constexpr
+    given, sums, tile, row_tiles, rows, out_features, GATED: gl.constexpr, dtype: gl.constexpr
 ):  # fmt: skip
     """Store a tile's sums [64, ROWS]; GATED: SiLU of the gate times up."""
-    ROWS: gl.constexpr = sums.shape[1]
-    row = first_row_of(tile % row_tiles, rows, ROWS)
-    halves = sums.reshape([4, 2, 8, ROWS]).permute((0, 2, 3, 1)).reshape([32, ROWS, 2])
-    low, high = gl.split(halves)
+    _, _, factors, bias, out = given
+    row = first_row_of(tile % row_tiles, rows, sums.shape[1])
+    first = tile // row_tiles * (32 if GATED else 64)
+    low, high = halves_of(sums, factors, first, out_features, GATED)
     if GATED:
         gated = activated(low, high, dtype, "silu_mul")
-        first = tile // row_tiles * 32
         _store_half(out, bias, gated, first, row, rows, out_features)
     else:
-        first = tile // row_tiles * 64
         _store_half(out, bias, low, first, row, rows, out_features)
         _store_half(out, bias, high, first + 32, row, rows, out_features)
 
 
 @gluon.jit
 def _take_turns(
-    scales, offsets, bias, out, memory, num_tiles, chunks, blocks, rows, row_tiles, out_features,
-    GATED: gl.constexpr, IN_BLOCK: gl.constexpr, SLOTS: gl.constexpr, ME: gl.constexpr,
+    given, memory, num_tiles, chunks, blocks, rows, row_tiles, out_features,
+    GATED: gl.constexpr, FORM: gl.constexpr, IN_BLOCK: gl.constexpr, SLOTS: gl.constexpr,
+    ME: gl.constexpr,
 ):  # fmt: skip
     """Warp group ME: every third chunk of the program's tiles."""
     words, x, shared, full, free, turns = memory
     ROWS: gl.constexpr = x.shape[1]
     dtype: gl.constexpr = x.dtype
     PLACES: gl.constexpr = gl.SliceLayout(1, products(ROWS))
-    HAS_OFFSETS: gl.constexpr = offsets is not None
+    OFFSETS: gl.constexpr = given[1] is not None
+    LINES: gl.constexpr = lines_of(FORM, IN_BLOCK)
     NEXT: gl.constexpr = (ME + 1) % GROUPS
     num_rows = out_features * (2 if GATED else 1)
     tile, chunk, n, turn = gl.program_id(0), ME + 0 * chunks, ME + 0 * chunks, 0 * chunks
     own_rows = _rows_of_tile(tile, row_tiles, out_features, GATED, PLACES)
-    ahead = _load_scales(scales, offsets, own_rows, 2 * chunk, blocks, num_rows, IN_BLOCK)
+    ahead = _load_scales(given, own_rows, chunk, blocks, num_rows, LINES)
     while tile < num_tiles:
         next_tile = tile + gl.num_programs(0)
         next_rows = _rows_of_tile(next_tile, row_tiles, out_features, GATED, PLACES)
@@ -148,15 +155,14 @@ def _take_turns(
             slot = n % SLOTS
             mbarrier.wait(full.index(slot), (n // SLOTS) & 1)
             one, two = _in_order(words.index(slot).load(_LOADED))
-            first = elements(one, ahead, 0, HAS_OFFSETS, "codes", IN_BLOCK, ROWS, dtype)
-            second = elements(two, ahead, IN_BLOCK, HAS_OFFSETS, "codes", IN_BLOCK, ROWS, dtype)
+            first = elements(one, ahead, 0, OFFSETS, FORM, IN_BLOCK, ROWS, dtype)
+            second = elements(two, ahead, LINES, OFFSETS, FORM, IN_BLOCK, ROWS, dtype)
             # The scales of the next turn arrive during this one.
             chunk_then = chunk + GROUPS
             ends = chunk_then >= chunks
-            rows_then = gl.where(ends, next_rows, own_rows)
             ahead = _load_scales(
-                scales, offsets, rows_then, 2 * gl.where(ends, chunk_then - chunks, chunk_then),
-                blocks, num_rows, IN_BLOCK,
+                given, gl.where(ends, next_rows, own_rows),
+                gl.where(ends, chunk_then - chunks, chunk_then), blocks, num_rows, LINES,
             )  # fmt: skip
             mbarrier.wait(turns.index(ME), (turn & 1) ^ (1 if ME == 0 else 0))
             sums = _taken_over(shared, chunk, ROWS)
@@ -167,7 +173,7 @@ def _take_turns(
             sums = _with_products(sums, first, second, x, 2 * slot)
             if is_last:
                 mbarrier.arrive(free.index(slot))
-                _store(out, bias, sums, tile, row_tiles, rows, out_features, GATED, dtype)
+                _store(given, sums, tile, row_tiles, rows, out_features, GATED, dtype)
             else:
                 _hand_on(shared, sums, ROWS)
                 mbarrier.arrive(turns.index(NEXT))
@@ -201,9 +207,10 @@ def _load_words(
 @gluon.jit(do_not_specialize=["rows", "num_tiles"])
 def turns_kernel(
     x,  # descriptor of [rows, in_features]
-    words,  # descriptor of [out_features or twice as many, num_words]: ``Int4Panels`` in pairs
-    scales,  # [groups, likewise]
+    words,  # descriptor of [out_features or twice as many, num_words]: ``Int4Panels``
+    scales,  # [lines, likewise], ``Int4Panels.kernel_scales``
     offsets,  # as scales, or None
+    factors,  # [likewise], or None
     bias,  # [out_features], or None
     out,  # [rows, out_features], written
     rows,
@@ -213,6 +220,7 @@ def turns_kernel(
     blocks,
     out_features,
     GATED: gl.constexpr,
+    FORM: gl.constexpr,  # ``Int4Panels.made_by``
     IN_BLOCK: gl.constexpr,  # groups of a block
     ROWS: gl.constexpr,  # of a tile
     SLOTS: gl.constexpr,
@@ -235,19 +243,20 @@ def turns_kernel(
         x_boxes._reinterpret(x.dtype, [SLOTS * 2, ROWS, 128], X),
         shared, full, free, turns,
     )  # fmt: skip
+    given = (scales, offsets, factors, bias, out)
     gl.warp_specialize(
         [
             (_take_turns, (
-                scales, offsets, bias, out, memory, num_tiles, chunks, blocks, rows, row_tiles,
-                out_features, GATED, IN_BLOCK, SLOTS, 0,
+                given, memory, num_tiles, chunks, blocks, rows, row_tiles, out_features,
+                GATED, FORM, IN_BLOCK, SLOTS, 0,
             )),
             (_take_turns, (
-                scales, offsets, bias, out, memory, num_tiles, chunks, blocks, rows, row_tiles,
-                out_features, GATED, IN_BLOCK, SLOTS, 1,
+                given, memory, num_tiles, chunks, blocks, rows, row_tiles, out_features,
+                GATED, FORM, IN_BLOCK, SLOTS, 1,
             )),
             (_take_turns, (
-                scales, offsets, bias, out, memory, num_tiles, chunks, blocks, rows, row_tiles,
-                out_features, GATED, IN_BLOCK, SLOTS, 2,
+                given, memory, num_tiles, chunks, blocks, rows, row_tiles, out_features,
+                GATED, FORM, IN_BLOCK, SLOTS, 2,
             )),
             (_load_words, (
                 words, word_boxes, full, free, num_tiles, chunks, row_tiles, out_features, GATED,

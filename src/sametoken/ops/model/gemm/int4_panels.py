@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import triton
@@ -19,6 +20,9 @@ from sametoken.ops.model.gemm.int4_elements_triton import elements_of_block, row
 from sametoken.ops.model.gemm.triton import finished
 from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 from sametoken.ops.weight import Int4Matrix, IntegerMatrix
+
+#: Forms of elements that are made in pairs, as ``Int4Panels.made_by`` names them.
+Pairs = Literal["codes", "powers", "e4m3"]
 
 #: Features of a block: 16 words of eight 4-bit values in each row.
 BLOCK = 128
@@ -53,7 +57,8 @@ class Int4Panels:
         e2m1: whether codes are of e2m1.
         fused: whether an element is exact in one multiply-add, as scales have 16 bits.
         tops: likewise of the codes' bits 4 and up, int16 of 2 or int32 of 4 bits; None: of none.
-        factors: [N] fp32, of a row's scales; None: 1.
+        factors: [N] fp32, of a row's sums, with scales of e4m3; None: 1. They are 2^8 times the
+            matrix's, for all elements are 2^-8 of its.
         paired: the dtype of elements that are made in pairs; None: they are made one by one.
     """
 
@@ -75,7 +80,7 @@ class Int4Panels:
             return cls._in_pairs(matrix, matrix.zero)
         if isinstance(matrix, Int4Matrix):
             codes, bits, offset = unpacked_int4(matrix.values, matrix.width), 4, matrix.zero
-            factors = matrix.factor
+            factors = None if matrix.factor is None else matrix.factor * 2**8
             if offset is not None and bool((offset == 8).all()):
                 offset = None
         else:
@@ -90,7 +95,7 @@ class Int4Panels:
         if matrix.scale.itemsize == 1:
             powers = matrix.scale.view(torch.uint8)
             scales = _bytes_by_block(powers, BLOCK // matrix.width)
-            is_power = BLOCK // matrix.width == 4 and factors is None
+            is_power = BLOCK // matrix.width == 4
             if is_power and not powers.is_meta and bool((powers <= _TWO).all()):
                 scales = scales.view(torch.uint32)
         else:
@@ -140,6 +145,19 @@ class Int4Panels:
     def _is_small(self) -> bool:
         return self.scales.dtype == torch.uint32
 
+    def made_by(self, dtype: torch.dtype) -> Pairs | None:
+        """How both elements of a pair are made at once for rows of this dtype; None: they are not.
+
+        "codes": of integers; of e2m1 "powers" or "e4m3", by scales.
+        """
+        if self.tops is not None:
+            return None
+        if self.paired == dtype and self.width >= 32:
+            return "codes"
+        if dtype == torch.bfloat16 and self.factors is not None:
+            return "e4m3"
+        return "powers" if dtype == torch.bfloat16 and self._is_small else None
+
     def is_like(self, other: Int4Panels) -> bool:
         """Whether both have one form and shape, and may be stacked."""
         mine, others = ((each.out_features, each.in_features, each.form) for each in (self, other))
@@ -177,7 +195,12 @@ class Int4Panels:
         return replace(cut, tops=tops, factors=factors)
 
     def expanded(self, dtype: torch.dtype, row_ids: Tensor | None = None) -> Tensor:
-        """The matrix of elements, or its rows of given numbers [T] int64: [N or T, K]."""
+        """The matrix of elements, without factors, or its rows of given numbers: [N or T, K].
+
+        Args:
+            dtype: of elements.
+            row_ids: [T] int64, of rows; None: all.
+        """
         assert self.paired in (None, dtype)
         n, k = self.out_features if row_ids is None else row_ids.shape[0], self.in_features
         out = torch.empty(n, k, dtype=dtype, device=self.words.device)
@@ -187,7 +210,6 @@ class Int4Panels:
             self.words,
             self.tops,
             self.kernel_scales,
-            self.factors,
             self.offsets,
             row_ids,
             out,
@@ -268,7 +290,6 @@ def _expand_kernel(
     words,
     tops,
     scales,
-    factors,
     offsets,
     row_ids,  # [num_out], or None
     out,  # [num_out, in_features], written
@@ -288,11 +309,8 @@ def _expand_kernel(
     w_row, present = rows_of_tile(first, num_out, False, BLOCK_FEATURES)
     if row_ids is not None:
         w_row = tl.load(row_ids + w_row, present, other=0)
-    factor = None
-    if factors is not None:
-        factor = tl.load(factors + w_row, present, other=0)
     tile = elements_of_block(
-        words, tops, scales, factor, offsets, block, w_row, present, out_features, num_words, one,
+        words, tops, scales, offsets, block, w_row, present, out_features, num_words, one,
         128 // WIDTH, E2M1, FUSED, out.dtype.element_ty,
     )  # fmt: skip
     row = first + tl.arange(0, BLOCK_FEATURES)
@@ -339,9 +357,6 @@ def int4_sums(
     GROUPS: tl.constexpr = DEPTH // WIDTH
     w_row, present = rows_of_tile(first, out_features, GATED, BLOCK_FEATURES)
     num_rows = out_features * 2 if GATED else out_features
-    factor = None
-    if factors is not None:
-        factor = tl.load(factors + w_row, present, other=0)
     depth = tl.arange(0, DEPTH)
     acc = tl.zeros([BLOCK_FEATURES, is_row.shape[0]], tl.float32)
     for step in tl.range(0, num_words // (16 * UNROLL)):
@@ -353,8 +368,14 @@ def int4_sums(
                 inside = inside & (k < in_features)[None, :]
             x_tile = tl.load(x_at + k[None, :], inside, other=0.0)
             w_tile = elements_of_block(
-                words, tops, scales, factor, offsets, block, w_row, present, num_rows, num_words,
+                words, tops, scales, offsets, block, w_row, present, num_rows, num_words,
                 one, GROUPS, E2M1, FUSED, x_tile.dtype,
             )  # fmt: skip
             acc = finished(tl.dot(w_tile, x_tile.T, acc, input_precision="ieee"))
+    if factors is not None:
+        OWN: tl.constexpr = BLOCK_FEATURES // 2 if GATED else BLOCK_FEATURES
+        row = tl.arange(0, BLOCK_FEATURES)
+        feature = first + row % OWN
+        at = factors + feature + row // OWN * out_features
+        acc *= tl.load(at, feature < out_features, other=0)[:, None]
     return acc

@@ -20,7 +20,13 @@ from sametoken.ops.model.activation_triton import activated
 from sametoken.ops.model.gemm import int4_hopper
 from sametoken.ops.model.gemm.int4_panels import BLOCK, ONE, Int4Panels, gate_and_up, int4_sums
 from sametoken.ops.model.gemm.product import product as product_of_matrix
-from sametoken.ops.model.gemm.triton import epilogue_of, launch_and_prefetch, output_of
+from sametoken.ops.model.gemm.triton import (
+    Scaling,
+    epilogue_of,
+    launch_and_prefetch,
+    output_of,
+    tiled_product,
+)
 from sametoken.ops.model.gemm.tuning import (
     FLOAT32,
     Epilogue,
@@ -28,8 +34,9 @@ from sametoken.ops.model.gemm.tuning import (
     GemmShape,
     GemmTable,
     StreamedConfig,
+    scaled_config,
 )
-from sametoken.ops.pdl import gdc_wait, pdl_options
+from sametoken.ops.pdl import gdc_wait, pdl_options, supports_pdl
 from sametoken.ops.weight import Int4Matrix, IntegerMatrix
 
 #: Above these rows, the matrix is expanded in memory once rather than in every tile of rows.
@@ -97,6 +104,8 @@ class Int4DeviceWeight:
 
     def rows(self, token_ids: Tensor) -> Tensor:
         rows = self.panels.expanded(self.dtype, token_ids)
+        if self.panels.factors is not None:
+            rows = (rows.float() * self.panels.factors[token_ids, None]).to(self.dtype)
         return rows if self.order is None else rows[:, self.order.argsort()]
 
     def quantize_fp8(self) -> Int4DeviceWeight:
@@ -106,15 +115,20 @@ class Int4DeviceWeight:
         if self.order is not None:
             x = x[:, self.order]
         if x.dtype != torch.float32:
-            if x.shape[0] <= int4_hopper.FEW_ROWS and int4_hopper.serves(self.panels):
+            if x.shape[0] <= int4_hopper.FEW_ROWS and int4_hopper.serves(self.panels, x.dtype):
                 return int4_hopper.product(x, self.panels, epilogue, bias)
             if x.shape[0] <= FEW_ROWS:
                 return product(x, self.panels, epilogue, bias)
         shape = GemmShape(self.out_features, self.in_features, epilogue)
+        matrix = self.panels.expanded(x.dtype)
+        if self.panels.factors is not None:
+            scaling = Scaling(self.panels.factors, None, x.dtype)
+            tiles = scaled_config(shape, x.shape[0], x.dtype.itemsize, hopper=supports_pdl(x))
+            return tiled_product(tiles, x, matrix, epilogue, bias, scaling)
         config = FLOAT32 if x.dtype == torch.float32 else self.table.choose(shape, x.shape[0])
         # The matrix is written by the kernel before, and that one would not wait for it.
         assert not isinstance(config, StreamedConfig)
-        return product_of_matrix(config, x, self.panels.expanded(x.dtype), epilogue, bias)
+        return product_of_matrix(config, x, matrix, epilogue, bias)
 
 
 @dataclass(frozen=True, slots=True)

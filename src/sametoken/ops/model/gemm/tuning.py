@@ -110,6 +110,9 @@ MANY_ROWS = tuple(
     )
 )  # fmt: skip
 
+#: That of prompts' rows, within 2 to 4 % of cuBLAS (benchmarks/results/h200-kernels.md).
+_LARGE = TritonConfig(256, 128, 64, 8, 3, tma=True, release="late")
+
 #: fp32 products do not use tensor cores: one small tile for all row counts.
 FLOAT32 = TritonConfig(16, 32, 32, num_warps=4, num_stages=2)
 
@@ -245,7 +248,7 @@ def in_order_config(shape: GemmShape, rows: int, hopper: bool) -> TritonConfig:
     if rows > 64 and hopper and shape.in_features % 8 == 0:
         if gated:
             return TritonConfig(128, 128, 64, 8, 4, tma=True, release="never")
-        return _soonest(shape.out_features, row_bucket(rows))
+        return _soonest(MANY_ROWS, shape.out_features, row_bucket(rows))
     if rows > 64:
         return TritonConfig(128, 64, 64, num_warps=8 if gated else 4, num_stages=3)
     programs = shape.out_features // (2 if gated else 1)
@@ -256,15 +259,25 @@ def in_order_config(shape: GemmShape, rows: int, hopper: bool) -> TritonConfig:
     return TritonConfig(block_rows, width, depth, num_warps=4, num_stages=3)
 
 
+def scaled_config(shape: GemmShape, rows: int, element_bytes: int, *, hopper: bool) -> TritonConfig:
+    """Of products whose sums have factors, which cuBLAS does not know; likewise."""
+    if element_bytes == 4:
+        return FLOAT32
+    config = in_order_config(shape, rows, hopper)
+    if config in MANY_ROWS:
+        return _soonest((*MANY_ROWS, _LARGE), shape.out_features, row_bucket(rows))
+    return config
+
+
 @cache
-def _soonest(features: int, rows: int) -> TritonConfig:
+def _soonest(tiles: tuple[TritonConfig, ...], features: int, rows: int) -> TritonConfig:
     """The tile whose programs on one multiprocessor load the fewest bytes, in rounds of them all.
 
     L2 bounds products of these row counts: a tile loads its rows and its features.
     """
 
     def loaded(tile: TritonConfig) -> int:
-        tiles = cdiv(rows, tile.block_rows) * cdiv(features, tile.block_features)
-        return cdiv(tiles, MULTIPROCESSORS) * (tile.block_rows + tile.block_features)
+        count = cdiv(rows, tile.block_rows) * cdiv(features, tile.block_features)
+        return cdiv(count, MULTIPROCESSORS) * (tile.block_rows + tile.block_features)
 
-    return min(MANY_ROWS, key=loaded)
+    return min(tiles, key=loaded)

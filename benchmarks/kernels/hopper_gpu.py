@@ -113,16 +113,15 @@ class Scene:
 
 
 def forms_of(shape: AttentionShape, case: Case) -> dict[str, hopper.HopperConfig | None]:
-    """Launch forms by name, of columns where a run has few queries."""
-    table = hopper.table_for(shape)
+    """Launch forms by name, of columns where a run has few queries, and those that have room."""
+    table, rows = hopper.table_for(shape), hopper.QUERIES * shape.num_kv_heads // shape.num_heads
+    num_tiles = (len(case.widths) + case.padding) * -(-max(case.widths) // rows)
     columns: dict[str, hopper.HopperConfig | None] = {}
     if size := hopper.columns_of(max(case.widths) * shape.num_heads // shape.num_kv_heads):
         columns["few columns"] = replace(table.few_columns, columns=size)
         columns["columns"] = replace(table.columns, columns=size)
-    return {
-        "chosen": None, **columns, "few": table.few, "splits": table.splits,
-        "narrow": table.narrow, "wide": table.wide,
-    }  # fmt: skip
+    splits = {"few": table.few, "splits": table.splits} if num_tiles <= hopper.MAX_TILES else {}
+    return {"chosen": None, **columns, **splits, "narrow": table.narrow, "wide": table.wide}
 
 
 def time_case(

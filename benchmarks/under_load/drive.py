@@ -186,13 +186,16 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def turn(name: str, arguments: argparse.Namespace) -> Iterator[None]:
-    """Wait until all parallel processes are ready or have failed, then take the lock."""
+def turn(arguments: argparse.Namespace) -> Iterator[None]:
+    """Wait until all parallel processes are ready or have failed, then take the lock.
+
+    They are told apart by the names of their results.
+    """
     gate = arguments.gate
     if gate is None:
         yield
         return
-    (gate / f"ready.{name}").touch()
+    (gate / f"ready.{arguments.out.stem}").touch()
     until = time.monotonic() + arguments.patience
     while len(list(gate.glob("ready.*"))) < arguments.parties and time.monotonic() < until:
         time.sleep(0.1)
@@ -227,7 +230,7 @@ def main() -> int:
     loads = [load for workload in workloads for load in loads_of(workload, sizes)]
     recorder = Recorder(engine_args, arguments, sizes)
     say(f"{arguments.engine} {arguments.config} is up: {json.dumps(recorder.record['facts'])}")
-    with turn(f"{arguments.engine}-{arguments.config}", arguments):
+    with turn(arguments):
         say("measuring")
         going = all(recorder.run(load, arguments.repeat) for load in loads)
     say("done")

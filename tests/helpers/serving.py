@@ -108,7 +108,7 @@ def build_noisy(config, announce):
 
     def mutant(self, hidden):
         logits = compute_logits(self, hidden)
-        return logits + 0.02 * torch.rand(logits.shape, generator=generator)
+        return logits + 0.06 * torch.rand(logits.shape, generator=generator)
 
     pytest.MonkeyPatch().setattr(Decoder, "compute_logits", mutant)
     return build_engine(config, announce)

@@ -88,6 +88,7 @@ def test_a_row_has_the_same_bits_in_every_step_and_form(window):
             for form in ("sequential", "split_kv")
         ]
         assert torch.equal(*others)
+        assert ON_HOPPER or torch.equal(out[-1], others[0])
         wanted = reference.attention(q, shape, rows, kv)
         for found in (others[0], out[-1]):
             assert (found - wanted).float().norm() / wanted.float().norm() < 0.01

@@ -59,26 +59,12 @@ def _halves(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return words.to(torch.uint32).contiguous().unsqueeze(-1).view(dtype).double()
 
 
-def _floats(words: torch.Tensor) -> torch.Tensor:
-    return words.to(torch.uint32).view(torch.float32)
-
-
-def _bits(numbers: torch.Tensor) -> torch.Tensor:
-    return numbers.view(torch.uint32).long()
-
-
-def _rounded(words: torch.Tensor) -> torch.Tensor:
-    return _floats(words).bfloat16().view(torch.uint16).long()
-
-
 _INSTRUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "mov.b32": lambda a: a,
     "and.b32": lambda a, b: a & b,
     "shr.b32": lambda a, places: a >> places,
     "shl.b32": lambda a, places: a << places & _ALL,
     "lop3.b32": _lop3,
-    "mul.rn.f32": lambda a, b: _bits(_floats(a) * _floats(b)),
-    "cvt.rn.bf16x2.f32": lambda high, low: _rounded(high) << 16 | _rounded(low),
     "fma.rn.bf16x2": partial(_fma, torch.bfloat16),
     "fma.rn.f16x2": partial(_fma, torch.float16),
 }

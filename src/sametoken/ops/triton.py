@@ -202,9 +202,7 @@ class TritonKernels:
         expanded = (
             panels.expanded(dtype)
             for panels in self._quantized.four_bit_matrices()
-            if many
-            and panels.factors is None
-            and (panels.out_features, panels.in_features) not in self._matrices
+            if many and (panels.out_features, panels.in_features) not in self._matrices
         )
         yield expanded, many
 

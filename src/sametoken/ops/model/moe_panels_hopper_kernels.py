@@ -24,7 +24,7 @@ from sametoken.ops.hopper_layouts import load_box, new_barriers, products, swizz
 from sametoken.ops.model.activation_triton import activated
 from sametoken.ops.model.gemm.int4_elements_hopper import (
     elements,
-    halves_of,
+    factored_halves,
     lines_of,
     loaded,
     rows_of_product,
@@ -131,7 +131,7 @@ def _halves(sums, factors, biases, first, expert, sizes, GATED: gl.constexpr):
     """Sums of gates and of ups, or of features 32 apart, [32, ROWS] each, and their biases."""
     _, out_features, _, stride = sizes
     own = None if factors is None else factors + expert * stride
-    low, high = halves_of(sums, own, first, out_features, GATED)
+    low, high = factored_halves(sums, own, first, out_features, GATED)
     if biases is not None:
         places = gl.arange(0, FEATURES // 2, layout=gl.SliceLayout(1, low.type.layout))
         feature, apart = first + places, out_features if GATED else FEATURES // 2

@@ -24,16 +24,15 @@ AT_ONCE = gl.constexpr(2)
 
 
 @gluon.jit
-def _widen(ring, slot, TILE: gl.constexpr, BLOCK_DIM: gl.constexpr, WARPS: gl.constexpr):
-    """Widen a slot's tile in its place."""
-    DTYPE: gl.constexpr = ring.dtype
-    PARTS: gl.constexpr = BLOCK_DIM // COLUMNS
+def widen(memory, slot, TILE: gl.constexpr, PARTS: gl.constexpr, WARPS: gl.constexpr):
+    """Widen a slot's TILE positions of PARTS x 64 elements in their place."""
+    DTYPE: gl.constexpr = memory.dtype
     # The parts of all slots, and of float8 twice as many.
-    COUNT: gl.constexpr = ring.shape[0] * ring.shape[1] // TILE
+    COUNT: gl.constexpr = memory.shape[0] * memory.shape[1] // TILE
     LINES: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [WARPS, 1], [1, 0])
     NARROW: gl.constexpr = swizzled(gl.float8e4nv, 2, COLUMNS)
-    narrow = ring._reinterpret(gl.float8e4nv, [2 * COUNT, TILE, COLUMNS], NARROW)
-    wide = ring._reinterpret(DTYPE, [COUNT, TILE, COLUMNS], swizzled(DTYPE))
+    narrow = memory._reinterpret(gl.float8e4nv, [2 * COUNT, TILE, COLUMNS], NARROW)
+    wide = memory._reinterpret(DTYPE, [COUNT, TILE, COLUMNS], swizzled(DTYPE))
     for first in gl.static_range(0, PARTS, AT_ONCE):
         parts = ()
         for part in gl.static_range(first, min(first + AT_ONCE, PARTS)):
@@ -52,7 +51,7 @@ def _widen_tiles(
     for use in range(2 * count, 2 * (count + num_tiles)):
         slot = use % SLOTS
         mbarrier.wait(landed.index(slot), (use // SLOTS) & 1)
-        _widen(ring, slot, TILE, BLOCK_DIM, WARPS)
+        widen(ring, slot, TILE, BLOCK_DIM // COLUMNS, WARPS)
         fence_async_shared()
         mbarrier.arrive(full.index(slot), count=1)
 

@@ -61,6 +61,13 @@ def copy_scales(scales, line, group, groups, into):
 
 
 @gluon.jit
+def halves_of(sums):
+    """A product's sums [64, rows] as gates and ups, or features 32 apart: [32, rows] each."""
+    ROWS: gl.constexpr = sums.shape[1]
+    return gl.split(sums.reshape([4, 2, 8, ROWS]).permute((0, 2, 3, 1)).reshape([32, ROWS, 2]))
+
+
+@gluon.jit
 def with_bias(sums, bias, first_feature, out_features):
     """Sums [features, rows] and the bias, if any."""
     if bias is not None:

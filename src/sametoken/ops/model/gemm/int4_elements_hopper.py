@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sametoken.ops.hopper_layouts import products
+from sametoken.ops.model.gemm.hopper_tiles import halves_of
 from sametoken.ops.model.gemm.int4_elements_triton import on_base, ones
 
 
@@ -200,17 +201,15 @@ def _scales_of_e4m3(even, odd):
 
 
 @gluon.jit
-def halves_of(sums, factors, first, out_features, GATED: gl.constexpr):
-    """A product's sums [64, rows] as those of gates and of ups, or of features 32 apart.
+def factored_halves(sums, factors, first, out_features, GATED: gl.constexpr):
+    """``halves_of`` a product's sums, times factors.
 
     Args:
         sums: from feature ``first`` on.
         factors: of the weight's rows, or None.
         out_features: of gates, of which as many ups follow.
     """
-    ROWS: gl.constexpr = sums.shape[1]
-    parts = sums.reshape([4, 2, 8, ROWS]).permute((0, 2, 3, 1)).reshape([32, ROWS, 2])
-    low, high = gl.split(parts)
+    low, high = halves_of(sums)
     if factors is not None:
         feature = first + gl.arange(0, 32, layout=gl.SliceLayout(1, low.type.layout))
         other = feature + (out_features if GATED else 32)

@@ -29,7 +29,7 @@ from sametoken.ops.model.activation_triton import activated
 from sametoken.ops.model.gemm.hopper_tiles import load_rows, store_features, with_bias
 from sametoken.ops.model.gemm.int4_elements_hopper import (
     elements,
-    halves_of,
+    factored_halves,
     lines_of,
     loaded,
     rows_of_product,
@@ -121,7 +121,7 @@ def _store(
     _, _, factors, bias, out = given
     row = first_row_of(tile % row_tiles, rows, sums.shape[1])
     first = tile // row_tiles * (32 if GATED else 64)
-    low, high = halves_of(sums, factors, first, out_features, GATED)
+    low, high = factored_halves(sums, factors, first, out_features, GATED)
     if GATED:
         gated = activated(low, high, dtype, "silu_mul")
         _store_half(out, bias, gated, first, row, rows, out_features)

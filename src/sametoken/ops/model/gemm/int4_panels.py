@@ -348,9 +348,9 @@ def int4_sums(
     EVEN: tl.constexpr,
     BLOCK_FEATURES: tl.constexpr,
 ):
-    """Sums of the products in order: [features, rows] fp32; with GATED half of them are of up.
+    """Sums of the products in order, times factors, if any: [features, rows] fp32.
 
-    Everything that an iteration needs is loaded by the pipeline.
+    With GATED half of them are of up. Everything that an iteration needs is loaded by the pipeline.
     """
     # Of a block, as globals cannot be read here.
     DEPTH: tl.constexpr = 128

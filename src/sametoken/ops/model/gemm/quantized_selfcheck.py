@@ -56,9 +56,10 @@ class QuantizedCheck:
         return weight
 
     def four_bit_matrices(self) -> list[Int4Panels]:
-        """One matrix of each shape [N, K] in 4 bits."""
+        """One matrix of each shape [N, K] in 4 bits that cuBLAS may multiply: without factors."""
         found = [one.panels for one in self._of(Int4DeviceWeight)]
-        return list({(one.out_features, one.in_features): one for one in found}.values())
+        plain = [one for one in found if one.factors is None]
+        return list({(one.out_features, one.in_features): one for one in plain}.values())
 
     def prove(self, row_counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
         """See ``prove_products`` and ``prove_experts``; the number of forms."""

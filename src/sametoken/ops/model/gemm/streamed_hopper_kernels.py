@@ -26,6 +26,7 @@ from sametoken.ops.model.gemm.hopper_tiles import (
     LANES,
     ONE_WARP,
     copy_scales,
+    halves_of,
     load_rows,
     store_features,
     with_bias,
@@ -197,8 +198,7 @@ def _multiply(
                 row_scale = gl.load(row_scales + at, cache_modifier=".cg")
                 sums = sums * (scale[:, None] * row_scale[None, :])
         if GATED:
-            halves = sums.reshape([4, 2, 8, ROWS]).permute((0, 2, 3, 1)).reshape([32, ROWS, 2])
-            gate, up = gl.split(halves)
+            gate, up = halves_of(sums)
             sums = activated(gate, up, out.dtype.element_ty, "silu_mul")
         values = with_bias(sums, bias, first, out_features).to(out.dtype.element_ty)
         if ROWS > 8:

@@ -18,33 +18,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from sametoken.ops.hopper_layouts import swizzled
+from sametoken.ops.model.attention.hopper_float8 import COLUMNS, widen
 from sametoken.ops.model.attention.schedule import begin_of
 from sametoken.ops.model.latent_attention.hopper_shares import own_splits, tile_of
 from sametoken.ops.model.latent_attention.hopper_tiles import HALF, TILE
-
-#: Elements of a part, whose lines have 64 bytes of float8, and parts in registers at once.
-COLUMNS = gl.constexpr(64)
-AT_ONCE = gl.constexpr(2)
-
-
-@gluon.jit
-def _widen(memory, slot, PARTS: gl.constexpr, WARPS: gl.constexpr):
-    """Widen the elements of a slot, PARTS x 64 of each position, in their place."""
-    DTYPE: gl.constexpr = memory.dtype
-    # The parts of all slots, and of float8 twice as many.
-    COUNT: gl.constexpr = memory.shape[0] * memory.shape[1] // TILE
-    LINES: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [WARPS, 1], [1, 0])
-    NARROW: gl.constexpr = swizzled(gl.float8e4nv, 2, COLUMNS)
-    narrow = memory._reinterpret(gl.float8e4nv, [2 * COUNT, TILE, COLUMNS], NARROW)
-    wide = memory._reinterpret(DTYPE, [COUNT, TILE, COLUMNS], swizzled(DTYPE))
-    for first in gl.static_range(0, PARTS, AT_ONCE):
-        parts = ()
-        for part in gl.static_range(first, min(first + AT_ONCE, PARTS)):
-            parts += (narrow.index((2 * slot + 1) * PARTS + part).load(LINES),)
-        for part in gl.static_range(first, min(first + AT_ONCE, PARTS)):
-            # By way of fp32: the one instruction from fp16 to bf16 is slower than two.
-            wide.index(slot * PARTS + part).store(parts[part - first].to(gl.float32).to(DTYPE))
 
 
 @gluon.jit
@@ -57,12 +34,12 @@ def _widen_tiles(
     for tile in range(num_tiles):
         slot, phase = (count + tile) % SLOTS, ((count + tile) // SLOTS) & 1
         mbarrier.wait(landed[0].index(slot), phase)
-        _widen(low, slot, PARTS, WARPS)
+        widen(low, slot, TILE, PARTS, WARPS)
         fence_async_shared()
         mbarrier.arrive(full[0].index(slot), count=1)
         mbarrier.wait(landed[1].index(slot), phase)
-        _widen(high, slot, PARTS, WARPS)
-        _widen(keys, slot, 1, WARPS)
+        widen(high, slot, TILE, PARTS, WARPS)
+        widen(keys, slot, TILE, 1, WARPS)
         fence_async_shared()
         mbarrier.arrive(full[1].index(slot), count=1)
 

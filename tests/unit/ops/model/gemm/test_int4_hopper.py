@@ -233,6 +233,7 @@ def test_elements_stay_in_the_threads_that_multiply_them(compiled):
     for kernel in kernels:
         assert "wgmma" in kernel
         assert "fma.rn.bf16x2" in kernel or "fma.rn.f16x2" in kernel
+        assert "cvt.rn.bf16x2" not in kernel[: kernel.rindex("wgmma")]
         assert "shfl" not in kernel[kernel.index("wgmma") : kernel.rindex("wgmma")]
 
 

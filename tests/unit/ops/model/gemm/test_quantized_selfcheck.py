@@ -113,6 +113,17 @@ def test_four_bit_weights_are_compared_by_form_and_expanded_by_shape():
     assert len(kept) == 4
 
 
+def test_a_matrix_with_factors_is_not_expanded_for_cublas_and_hides_none_that_is():
+    check, codes = QuantizedCheck(), torch.zeros(3, 64, dtype=torch.uint8)
+    nvfp4 = Int4Matrix(codes, torch.ones(3, 8).to(torch.float8_e4m3fn), None, None, torch.ones(3))
+    kept = [check.watch(Int4DeviceWeight.of(nvfp4))]
+    assert check.four_bit_matrices() == []
+    plain = Int4Matrix(codes, torch.ones(3, 4), None)
+    kept += [check.watch(Int4DeviceWeight.of(one)) for one in (plain, nvfp4)]
+    assert [one.factors for one in check.four_bit_matrices()] == [None]
+    assert len(kept) == 3
+
+
 def test_rows_are_those_of_small_calls():
     x = torch.arange(40.0)
     seen = []

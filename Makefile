@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # As many as the cores of a small machine.
 TEST_WORKERS ?= 2
+# Beside each other on one GPU, a few GiB each.
+GPU_TEST_WORKERS ?= 4
 # The tests start many processes, and each would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -38,7 +40,8 @@ test: style
 	tests=$$?; wait $$types; types=$$?; cat $(VENV)/mypy.txt; exit $$((tests | types))
 
 test-gpu:
-	PYTHONPATH=src python3 -m pytest tests/gpu
+	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest tests/gpu -m "not alone" -n $(GPU_TEST_WORKERS) --dist worksteal
+	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest tests/gpu -m alone
 
 test-gpu-sanitizer:
 	benchmarks/law/sanitizer.sh

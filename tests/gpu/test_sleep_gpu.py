@@ -19,6 +19,8 @@ from sametoken import LLM
 from sametoken.engine.sleep import DeviceMemory
 from sametoken.errors import EngineDeadError, RequestError
 
+pytestmark = pytest.mark.alone
+
 #: Weights of 150 MB, so that most of their memory is in segments of their own.
 LARGE = SIZES | {"hidden_size": 512, "intermediate_size": 8192}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}

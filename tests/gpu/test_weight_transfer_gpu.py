@@ -96,6 +96,7 @@ def colocated(models):
         yield trainer
 
 
+@pytest.mark.alone
 def test_a_server_reads_a_trainer_s_memory(colocated, models, said):
     sender = WeightSender([colocated.url], backend="ipc")
     assert colocated.answers() == said[0]

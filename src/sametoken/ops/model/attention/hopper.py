@@ -106,7 +106,7 @@ class HopperTable:
 
 
 #: Of heads of 256, for whose splits registers and shared memory have room for one program.
-LARGE_COLUMNS = HopperConfig(64, 6, 0, 232, columns=16, box=32)
+LARGE_COLUMNS = HopperConfig(64, 5, 0, 232, columns=16, box=32)
 LARGE_SPLITS = HopperConfig(64, 6, 0, 232)
 
 #: By head size, rounded up.
@@ -294,21 +294,23 @@ def _block_dim(shape: AttentionShape) -> int:
     return max(64, size)
 
 
-def _registers(config: HopperConfig, widens: bool) -> dict[str, int]:
+def _registers(config: HopperConfig, widens: bool, block_dim: int) -> dict[str, int]:
     """Warps that widen float8, and registers of threads: on average, of those and of the loader.
 
-    Two warps have room beside the one that loads, where registers are short.
+    Where registers are short, two warps have room beside the one that loads, or four that have 40.
+    Products of heads of 256 do not compile for the average of those.
     """
     most = config.max_registers
-    if not widens:
-        return {"maxnreg": most, "WIDEN_WARPS": 0, "LOAD_REGISTERS": 24, "WIDEN_REGISTERS": 24}
-    two = config.warp_groups == 2 or most <= 128
+    warps, load, own = 0, 24, 24
+    if widens and config.warp_groups == 2 and block_dim < 256:
+        most, warps, load, own = 128, 4, 40, 40
+    elif widens and (config.warp_groups == 2 or most <= 128):
+        warps, load, own = 2, 72, 72
+    elif widens:
+        most, warps, own = min(most, 160), 4, 72
     return {
-        "maxnreg": most if two else min(most, 160),
-        "WIDEN_WARPS": 2 if two else 4,
-        "LOAD_REGISTERS": 72 if two else 24,
-        "WIDEN_REGISTERS": 72,
-    }
+        "maxnreg": most, "WIDEN_WARPS": warps, "LOAD_REGISTERS": load, "WIDEN_REGISTERS": own,
+    }  # fmt: skip
 
 
 def _launch(
@@ -345,7 +347,7 @@ def _launch(
         "WINDOW": shape.sliding_window or 0,
         "SLOTS": config.slots,
         "num_warps": 4,
-        **_registers(config, widens),
+        **_registers(config, widens, _block_dim(shape)),
         **pdl_options(q, early=reads_earlier_passes(rows)),
     }
     if config.warp_groups:

@@ -18,9 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from sametoken.ops.hopper_layouts import swizzled
 from sametoken.ops.model.attention.hopper_tiles import extent, own_tiles, run_of
 
-#: Elements of a part, whose lines have 64 bytes of float8, and parts in registers at once.
+#: Elements of a part, whose lines have 64 bytes of float8.
 COLUMNS = gl.constexpr(64)
-AT_ONCE = gl.constexpr(2)
 
 
 @gluon.jit
@@ -33,13 +32,10 @@ def widen(memory, slot, TILE: gl.constexpr, PARTS: gl.constexpr, WARPS: gl.const
     NARROW: gl.constexpr = swizzled(gl.float8e4nv, 2, COLUMNS)
     narrow = memory._reinterpret(gl.float8e4nv, [2 * COUNT, TILE, COLUMNS], NARROW)
     wide = memory._reinterpret(DTYPE, [COUNT, TILE, COLUMNS], swizzled(DTYPE))
-    for first in gl.static_range(0, PARTS, AT_ONCE):
-        parts = ()
-        for part in gl.static_range(first, min(first + AT_ONCE, PARTS)):
-            parts += (narrow.index((2 * slot + 1) * PARTS + part).load(LINES),)
-        for part in gl.static_range(first, min(first + AT_ONCE, PARTS)):
-            # By way of fp32: the one instruction from fp16 to bf16 is slower than two.
-            wide.index(slot * PARTS + part).store(parts[part - first].to(gl.float32).to(DTYPE))
+    for part in gl.static_range(PARTS):
+        numbers = narrow.index((2 * slot + 1) * PARTS + part).load(LINES)
+        # By way of fp32: the one instruction from fp16 to bf16 is slower than two.
+        wide.index(slot * PARTS + part).store(numbers.to(gl.float32).to(DTYPE))
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from sametoken.ops.model.gemm.fp8 import GROUP
 
 #: The most rows of an expert, in the mean: of a request or two, of small and of large decode steps,
 #: of small prompts.
-_LONE, _FEW, _SEVERAL, _SOME = 0.25, 2, 32, 64
+_LONE, _FEW, _SEVERAL, _SOME = 0.25, 2, 24, 64
 _MANY = math.inf
 
 
